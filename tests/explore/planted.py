@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
-from unittest.mock import patch
 
 import numpy
-from explore.planted_form import Planted
+from explore.planted_form import Call, Planted, Switch, refuses
 
 import danling.checkpoints.exchange
 import danling.data.loader
@@ -32,17 +30,6 @@ from danling.training.recompute import SkippedUpdates
 from danling.training.schedule import Schedule
 from danling.training.update import Window, WindowGradients
 
-Switch = AbstractContextManager[None]
-
-
-@contextmanager
-def _replacing(*replaced: tuple[object, str, Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for owner, name, value in replaced:
-            # What `__init__` sets is no attribute of the class.
-            stack.enter_context(patch.object(owner, name, value, create=not hasattr(owner, name)))
-        yield
-
 
 def _nothing(*arguments: Any, **options: Any) -> None:
     """Do nothing, in the place of a method that does."""
@@ -57,12 +44,12 @@ def weightless_micro_batch_is_nan() -> Switch:
     def cut(self: Window, output: object) -> None:
         self._is_cut = True
 
-    return _replacing((Window, "cut", cut))
+    return Switch((Window, "cut", cut))
 
 
 def weights_with_nan_are_saved() -> Switch:
     """Publish weights without a look at them."""
-    return _replacing((FiniteWeights, "check", _nothing))
+    return Switch((FiniteWeights, "check", _nothing))
 
 
 def micro_batches_draw_alike() -> Switch:
@@ -72,7 +59,7 @@ def micro_batches_draw_alike() -> Switch:
     def begin_micro_batch(self: RandomKeys, data: object, place: tuple[int, ...], ordinal: int) -> None:
         begin(self, data, (1,), ordinal)
 
-    return _replacing((RandomKeys, "begin_micro_batch", begin_micro_batch))
+    return Switch((RandomKeys, "begin_micro_batch", begin_micro_batch))
 
 
 def skipped_update_keeps_attributes() -> Switch:
@@ -84,18 +71,18 @@ def skipped_update_keeps_attributes() -> Switch:
         if self._put_back is not None:
             self._put_back = self._put_back[0], _nothing
 
-    return _replacing((SkippedUpdates, "begin", begin_update))
+    return Switch((SkippedUpdates, "begin", begin_update))
 
 
 def zero_grad_in_train_step_is_unseen() -> Switch:
     """Let `train_step` drop the gradients of earlier micro-batches."""
-    return _replacing((WindowGradients, "check", _nothing))
+    return Switch((WindowGradients, "check", _nothing))
 
 
 def schedule_advances_twice() -> Switch:
     """Let `train_step` advance the schedule too."""
     unknown = property(lambda self: None, _nothing)
-    return _replacing((Schedule, "_at", unknown))
+    return Switch((Schedule, "_at", unknown))
 
 
 # Averages
@@ -109,12 +96,12 @@ def buffers_are_averaged() -> Switch:
         begin(self, model, **{**options, "buffers": "average"})
         self.buffers = "copy"
 
-    return _replacing((EMA, "__init__", begin_averages))
+    return Switch((EMA, "__init__", begin_averages))
 
 
 def averages_of_complex_weights_are_copies() -> Switch:
     """Average floating weights only."""
-    return _replacing((danling.training.ema, "_can_average", lambda tensor: tensor.is_floating_point()))
+    return Switch((danling.training.ema, "_can_average", lambda tensor: tensor.is_floating_point()))
 
 
 def pretrained_takes_trained_weights() -> Switch:
@@ -123,7 +110,7 @@ def pretrained_takes_trained_weights() -> Switch:
     def read_model(manager: Any, source: Any, *, averages: bool = True) -> Any:
         return danling.checkpoints.exchange.read_model(manager, source, averages=False)
 
-    return _replacing((danling.runners.torch_runner, "read_model", read_model))
+    return Switch((danling.runners.torch_runner, "read_model", read_model))
 
 
 # The run
@@ -131,7 +118,7 @@ def pretrained_takes_trained_weights() -> Switch:
 
 def larger_budget_keeps_the_curve() -> Switch:
     """Leave the schedule at the end of its curve where the budget is raised."""
-    return _replacing((TorchRunner, "_follow_setting", BaseRunner._follow_setting))
+    return Switch((TorchRunner, "_follow_setting", BaseRunner._follow_setting))
 
 
 def gradient_of_hsdp_comes_late() -> Switch:
@@ -140,7 +127,7 @@ def gradient_of_hsdp_comes_late() -> Switch:
     def reduce(self: Unit, *unused: object) -> None:
         self._reduce(*unused)
 
-    return _replacing((Unit, "reduce", reduce), (Unit, "has_partial_sum", False))
+    return Switch((Unit, "reduce", reduce), (Unit, "has_partial_sum", False))
 
 
 def blocks_are_mixed_up() -> Switch:
@@ -149,12 +136,12 @@ def blocks_are_mixed_up() -> Switch:
     def forget(self: UnitOrder) -> None:
         self._landed = None
 
-    return _replacing((UnitOrder, "_read_landed", forget))
+    return Switch((UnitOrder, "_read_landed", forget))
 
 
 def changed_attribute_is_not_named() -> Switch:
     """Say nothing where `gradient_sum: canonical` depends on the division of a batch."""
-    return _replacing((CanonicalSum, "_check_values", _nothing))
+    return Switch((CanonicalSum, "_check_values", _nothing))
 
 
 # State
@@ -166,7 +153,7 @@ def _left_out(*kinds: type[Any]) -> Switch:
     def without(self: AttributeSnapshot, value: Any, path: str, name: str = "") -> object:
         return self._leave(path) if isinstance(value, kinds) else node(self, value, path, name)
 
-    return _replacing((AttributeSnapshot, "_node", without))
+    return Switch((AttributeSnapshot, "_node", without))
 
 
 def enumerations_are_not_saved() -> Switch:
@@ -186,7 +173,7 @@ def bytes_are_not_saved() -> Switch:
 
 def values_without_encoding_are_not_named() -> Switch:
     """Say nothing of attributes that no checkpoint holds."""
-    return _replacing((KeptAttributes, "_list_without_encoding", _nothing))
+    return Switch((KeptAttributes, "_list_without_encoding", _nothing))
 
 
 def generators_of_modules_are_not_seeded() -> Switch:
@@ -195,7 +182,7 @@ def generators_of_modules_are_not_seeded() -> Switch:
     def find_none(self: RandomKeys) -> None:
         self._generators = []
 
-    return _replacing((RandomKeys, "_look_for_generators", find_none))
+    return Switch((RandomKeys, "_look_for_generators", find_none))
 
 
 def state_of_a_dataset_is_not_saved() -> Switch:
@@ -204,12 +191,45 @@ def state_of_a_dataset_is_not_saved() -> Switch:
     def find_none(dataset: object, path: str = "dataset") -> Mapping[str, Any]:
         return {}
 
-    return _replacing((danling.data.loader, "stateful_parts", find_none))
+    return Switch((danling.data.loader, "stateful_parts", find_none))
 
 
 def changed_dataset_is_not_named() -> Switch:
     """Say nothing where a dataset without a state has changed."""
-    return _replacing((danling.data.source, "changed_attributes", lambda before, now: set()))
+    return Switch((danling.data.source, "changed_attributes", lambda before, now: set()))
+
+
+# Which calls of the right functions the switches would make others
+
+
+def _is_cut(call: Call) -> bool:
+    return bool(call.arguments[0]._is_cut)
+
+
+def _is_remembered(call: Call) -> bool:
+    return call.arguments[0]._put_back is not None
+
+
+def _is_of_complex(call: Call) -> bool:
+    (tensor,) = call.arguments
+    return bool(tensor.is_complex())
+
+
+def _encodes(*kinds: type[Any]) -> Callable[[Call], bool]:
+    return lambda call: isinstance(call.arguments[1], kinds)
+
+
+def _has_listed(call: Call) -> bool:
+    _, now, _ = call.arguments
+    return any(entry.listed for entry in now.values())
+
+
+def _has_generators(call: Call) -> bool:
+    return bool(call.arguments[0]._generators)
+
+
+def _finds_some(call: Call) -> bool:
+    return bool(call.result)
 
 
 PLANTED: list[Planted] = [
@@ -218,12 +238,14 @@ PLANTED: list[Planted] = [
         "49.4",
         "A micro-batch whose targets all weigh nothing ends a run whose whole batch is fine.",
         weightless_micro_batch_is_nan,
+        _is_cut,
     ),
     Planted(
         "weights_with_nan_are_saved",
         "49.5",
         "Weights that the optimizer's step has made NaN replace the last good checkpoint.",
         weights_with_nan_are_saved,
+        refuses,
     ),
     Planted(
         "micro_batches_draw_alike",
@@ -236,18 +258,21 @@ PLANTED: list[Planted] = [
         "49.3",
         "What `train_step` counts on the runner counts skipped updates too.",
         skipped_update_keeps_attributes,
+        _is_remembered,
     ),
     Planted(
         "zero_grad_in_train_step_is_unseen",
         "49.16",
         "`optimizer.zero_grad()` in `train_step` loses the earlier micro-batches of each update.",
         zero_grad_in_train_step_is_unseen,
+        refuses,
     ),
     Planted(
         "schedule_advances_twice",
         "49.16",
         "With `scheduler.step()` in `train_step` the schedule runs at double speed.",
         schedule_advances_twice,
+        at=(Schedule, "_advanced_by"),
     ),
     Planted(
         "buffers_are_averaged",
@@ -260,6 +285,7 @@ PLANTED: list[Planted] = [
         "49.8",
         "The average of a complex weight is the weight.",
         averages_of_complex_weights_are_copies,
+        _is_of_complex,
     ),
     Planted(
         "pretrained_takes_trained_weights",
@@ -284,6 +310,7 @@ PLANTED: list[Planted] = [
         "50.19",
         "Ranks of FSDP that use different blocks of one shape compute with the weights of each other's blocks.",
         blocks_are_mixed_up,
+        refuses,
     ),
     Planted(
         "changed_attribute_is_not_named",
@@ -296,41 +323,48 @@ PLANTED: list[Planted] = [
         "50.26",
         "A member of an enumeration on the runner is at a resume what the program sets.",
         enumerations_are_not_saved,
+        _encodes(Enum),
     ),
     Planted(
         "numbers_of_numpy_are_not_saved",
         "50.26",
         "A number of NumPy on the runner is at a resume what the program sets.",
         numbers_of_numpy_are_not_saved,
+        _encodes(numpy.generic),
     ),
     Planted(
         "bytes_are_not_saved",
         "50.26",
         "Bytes on the runner are at a resume what the program sets.",
         bytes_are_not_saved,
+        _encodes(bytes),
     ),
     Planted(
         "values_without_encoding_are_not_named",
         "50.26",
         "Nothing says that a checkpoint does not hold an attribute, such as a dictionary by objects.",
         values_without_encoding_are_not_named,
+        _has_listed,
     ),
     Planted(
         "generators_of_modules_are_not_seeded",
         "50.29",
         "A generator that a module holds begins again at a resume.",
         generators_of_modules_are_not_seeded,
+        _has_generators,
     ),
     Planted(
         "state_of_a_dataset_is_not_saved",
         "50.30",
         "What training writes into a dataset with `state_dict` is lost at a resume.",
         state_of_a_dataset_is_not_saved,
+        _finds_some,
     ),
     Planted(
         "changed_dataset_is_not_named",
         "50.30",
         "What training writes into a dataset without `state_dict` is lost at a resume, and nothing says so.",
         changed_dataset_is_not_named,
+        _finds_some,
     ),
 ]

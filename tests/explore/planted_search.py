@@ -2,18 +2,21 @@
 
     PYTHONPATH=.:tests python -m explore.planted_search --budget 1200 --jobs 2 --seed 5
 
-Every fault gets the same programs in the same order, each of which is right without a fault, until one fails.
+Each program is checked once without a fault, which also notes the switches that it reaches: with the fault of another switch the program
+would be the same. It is then checked with the faults that it reaches. Every second check is of a new program, and the others are of the
+fault that has been tried least.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import itertools
 import json
 import multiprocessing
 import os
+import resource
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -22,15 +25,14 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from support.preloading import preload
 
-from .planted import PLANTED
-from .planted_blind import PLANTED as PLANTED_BLIND
-from .planted_form import VARIABLE, Planted
+from .planted_form import REACHED, VARIABLE, faults
 from .properties import Verdict, checked
+from .running import directory
 from .search import STACKS_EVERY
 from .spec import Program
 from .strategies import programs
 
-FAULTS: dict[str, Planted] = {fault.name: fault for fault in (*PLANTED, *PLANTED_BLIND)}
+FAULTS = faults()
 FAILS = ("differs", "died")
 
 
@@ -67,26 +69,56 @@ def drawn_together(group: int) -> list[Program]:
 
 
 def work(pipe: connection.Connection) -> None:
-    """Check programs, each with the fault that comes with it, until there is none."""
+    """Check programs, each with the fault that comes with it, until none comes; send verdicts, and without a fault what is reached."""
     from support.processes import fork_server
 
     fork_server()
     while (task := pipe.recv()) is not None:
         fault, program = task
-        pipe.send(checked_with(fault, program))
+        pipe.send((checked_with(fault, program), []) if fault else checked_without(program))
+
+
+def checked_without(program: Program) -> tuple[Verdict, list[str]]:
+    """Check a program without a fault, and return also the faults whose switches it reaches."""
+    with directory() as place:
+        reached = place / "reached"
+        os.environ[REACHED] = str(reached)
+        try:
+            verdict = checked(program)
+        finally:
+            del os.environ[REACHED]
+        names = set(reached.read_text().split()) if reached.exists() else set()
+    return verdict, [name for name in FAULTS if name in names]
 
 
 def checked_with(fault: str, program: Program) -> Verdict:
     """Check a program with a fault; it is found if the program fails with the fault twice, and not without."""
     os.environ[VARIABLE] = fault
-    verdict = checked(program)
-    if not fault or verdict.kind not in FAILS:
-        return verdict
-    again = checked(program)
-    os.environ[VARIABLE] = ""
+    try:
+        verdict = checked(program)
+        if verdict.kind not in FAILS:
+            return verdict
+        again = checked(program)
+    finally:
+        del os.environ[VARIABLE]
     without = checked(program)
     is_found = again.kind in FAILS and again.broken == verdict.broken and without.kind not in FAILS
     return verdict if is_found else Verdict("right", f"once only: {verdict.text}")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How a fault was found.
+
+    Attributes:
+        number: The number of the program, from 0.
+        tried: How many programs that reach the fault were checked with it.
+        verdict: What came of it.
+    """
+
+    number: int
+    tried: int
+    verdict: Verdict
 
 
 @dataclass
@@ -95,51 +127,57 @@ class Search:
 
     number: int
     faults: list[str]
-    waiting: deque[tuple[str, int]] = field(default_factory=deque)
     programs: list[Program] = field(default_factory=list)
-    found: dict[str, tuple[int, int, Verdict]] = field(default_factory=dict)
-    """By fault: the number of the program, how many were checked with the fault, and what came of it."""
-    tried: dict[str, int] = field(default_factory=dict)
-    right: int = 0
+    waiting: dict[str, collections.deque[int]] = field(default_factory=dict)
+    """By fault: the programs that reach it and are still to be checked with it."""
+    found: dict[str, Finding] = field(default_factory=dict)
+    tried: collections.Counter[str] = field(default_factory=collections.Counter)
+    kinds: collections.Counter[str] = field(default_factory=collections.Counter)
+    """What became of the programs without a fault."""
     checks: int = 0
 
     def __post_init__(self) -> None:
         self._drawn = drawn(self.number)
+        self.waiting = {fault: collections.deque() for fault in self.faults}
 
     def next_task(self) -> tuple[str, int]:
         """Return the next fault, or none, and the number of the program to check with it."""
-        while self.waiting:
-            fault, number = self.waiting.popleft()
-            if fault not in self.found:
-                return fault, number
+        self.checks += 1
+        waiting = [fault for fault in self.faults if self.waiting[fault]]
+        if waiting and self.checks % 2:
+            fault = min(waiting, key=lambda name: self.tried[name])
+            self.tried[fault] += 1
+            return fault, self.waiting[fault].popleft()
         self.programs.append(next(self._drawn))
         return "", len(self.programs) - 1
 
-    def take(self, fault: str, number: int, verdict: Verdict) -> None:
-        """Take the verdict of a program."""
-        self.checks += 1
+    def take(self, fault: str, number: int, verdict: Verdict, reached: list[str]) -> None:
+        """Take the verdict of a program, and without a fault the faults that it reaches."""
         if not fault:
-            if verdict.kind in ("right", "named"):
-                self.right += 1
-                self.waiting.extend((each, number) for each in self.faults)
-            elif verdict.kind != "refused":
+            self.kinds[verdict.kind] += 1
+            if verdict.kind in FAILS:
                 print(f"without a fault: {verdict.broken}: {verdict.text[:300]}\n  {self.programs[number].to_json()}")
-            return
-        self.tried[fault] = self.tried.get(fault, 0) + 1
-        if verdict.kind in FAILS and fault not in self.found:
-            self.found[fault] = number, self.tried[fault], verdict
+                return
+            for name in self.waiting.keys() & set(reached) - self.found.keys():
+                self.waiting[name].append(number)
+        elif verdict.kind in FAILS and fault not in self.found:
+            self.waiting[fault].clear()
+            self.found[fault] = Finding(number, self.tried[fault], verdict)
             print(f"{fault}: found by {verdict.broken} with program {number + 1}", flush=True)
             print(f"  {verdict.text.splitlines()[0][:200]}\n  {self.programs[number].to_json()}", flush=True)
 
     def report(self, seconds: float) -> str:
         """Return the table."""
-        lines = ["| fault | point | programs | found by |", "|---|---|---|---|"]
+        lines = ["| fault | point | drawn | reach it | found by |", "|---|---|---|---|---|"]
         for name in self.faults:
             found = self.found.get(name)
-            figures = f"{found[1]} | {found[2].broken}" if found else f"not in {self.tried.get(name, 0)} |"
+            figures = f"not in {len(self.programs)} | {self.tried[name]} |"
+            if found is not None:
+                figures = f"{found.number + 1} | {found.tried} | {found.verdict.broken}"
             lines.append(f"| {name} | {FAULTS[name].point} | {figures} |")
-        drawn = f"{len(self.programs)} programs drawn, {self.right} right without a fault, {self.checks} checks"
-        return "\n".join([*lines, "", f"{len(self.found)} of {len(self.faults)} found in {seconds:.0f} s: {drawn}."])
+        kinds = ", ".join(f"{number} {kind}" for kind, number in self.kinds.most_common())
+        counts = f"{len(self.programs)} programs drawn ({kinds} without a fault), {self.checks} checks"
+        return "\n".join([*lines, "", f"{len(self.found)} of {len(self.faults)} found in {seconds:.0f} s: {counts}."])
 
 
 def main() -> None:
@@ -167,16 +205,23 @@ def main() -> None:
                 pipe.send((busy[pipe][0], search.programs[busy[pipe][1]]))
             ready: Any
             for ready in connection.wait(list(busy), timeout=1.0):
-                search.take(*busy.pop(ready), ready.recv())
+                search.take(*busy.pop(ready), *ready.recv())
     finally:
         for process in workers.values():
             process.kill()
             process.join()
     print(search.report(time.monotonic() - begun))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{used.ru_utime + used.ru_stime:.0f} s of the processor, less those of ranks")
     if options.json:
         rows = {
-            name: {"programs": tried, "property": verdict.broken, "program": search.programs[number].to_json()}
-            for name, (number, tried, verdict) in search.found.items()
+            name: {
+                "drawn": found.number + 1,
+                "reach": found.tried,
+                "property": found.verdict.broken,
+                "program": search.programs[found.number].to_json(),
+            }
+            for name, found in search.found.items()
         }
         with open(options.json, "w") as file:
             json.dump({"found": rows, "tried": search.tried}, file, indent=1)

@@ -365,29 +365,30 @@ def layout_is_the_same(runs: Runs) -> list[str]:
 
 
 PROPERTIES: tuple[Callable[[Runs], list[str]], ...] = (
-    reference,
-    each_sample_once,
-    independent_draws,
-    checkpoint_holds_the_run,
-    skipped_leaves_no_trace,
-    nothing_between_updates,
-    looking_changes_nothing,
     unsaved_is_named,
     saved_is_finite,
-    resumed_is_the_same,
-    larger_budget,
+    checkpoint_holds_the_run,
+    nothing_between_updates,
+    skipped_leaves_no_trace,
+    each_sample_once,
+    independent_draws,
+    reference,
     pretrained_is_what_was_evaluated,
+    looking_changes_nothing,
+    resumed_is_the_same,
     divided_is_the_same,
+    larger_budget,
     layout_is_the_same,
 )
+"""The cheapest first: a program that does not have one is asked no other."""
 
 
 ON_SEVERAL = (
-    reference,
-    each_sample_once,
     checkpoint_holds_the_run,
-    skipped_leaves_no_trace,
     nothing_between_updates,
+    skipped_leaves_no_trace,
+    each_sample_once,
+    reference,
     resumed_is_the_same,
     layout_is_the_same,
 )

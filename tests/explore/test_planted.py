@@ -6,7 +6,6 @@ import enum
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy
 import pytest
 import torch
 from explore.planted import PLANTED
+from explore.planted_form import REACHED, VARIABLE, active, noting
 from support.processes import run_processes
 from support.toys import line_of, settings
 from torch import Tensor, nn
@@ -209,7 +209,7 @@ class Blocks(nn.Module):
         return self.blocks[self.used](inputs)  # type: ignore[no-any-return]
 
 
-def train_blocks(root: str, axes: dict[str, int], plan: list[list[int]], fault: str) -> tuple[bool, float]:
+def train_blocks(root: str, axes: dict[str, int], plan: list[list[int]]) -> tuple[bool, float]:
     """Return whether the run was refused, and the norm of the gradient of the block that the first micro-batch used.
 
     The plan has the number of the block by micro-batch and rank.
@@ -232,8 +232,7 @@ def train_blocks(root: str, axes: dict[str, int], plan: list[list[int]], fault: 
             norms.append(0.0 if gradient is None else float(local_part(gradient).norm()))
 
     more = {"stack": "parallel", "parallel": {"axes": axes}, "accum_steps": len(plan), "fsdp": {"blocks": ["Linear"]}}
-    found = next((planted.switch() for planted in PLANTED if planted.name == fault), nullcontext())
-    with found:
+    with active():
         try:
             with Chosen(settings(root, steps=1, checkpoint={"load_only": True}, **more)) as runner:
                 runner.train()
@@ -242,13 +241,13 @@ def train_blocks(root: str, axes: dict[str, int], plan: list[list[int]], fault: 
     return False, norms[0]
 
 
-def first_block_has_a_gradient(root: Path, fault: str) -> bool:
-    arguments = (str(root), {"replicate": 2, "shard": 2}, [[0] * 4, [1] * 4], fault)
+def first_block_has_a_gradient(root: Path) -> bool:
+    arguments = (str(root), {"replicate": 2, "shard": 2}, [[0] * 4, [1] * 4])
     return all(norm > 0 for _, norm in run_processes(train_blocks, *arguments, world_size=4))
 
 
-def different_blocks_are_refused(root: Path, fault: str) -> bool:
-    return all(refused for refused, _ in run_processes(train_blocks, str(root), {"shard": 2}, [[0, 1]], fault))
+def different_blocks_are_refused(root: Path) -> bool:
+    return all(refused for refused, _ in run_processes(train_blocks, str(root), {"shard": 2}, [[0, 1]]))
 
 
 class Lines(logging.Handler):
@@ -401,20 +400,27 @@ PROGRAMS: dict[str, Callable[[Path], bool]] = {
     "state_of_a_dataset_is_not_saved": state_of_a_dataset_comes_back,
     "changed_dataset_is_not_named": changed_dataset_is_named,
 }
-PROGRAMS_ON_RANKS: dict[str, Callable[[Path, str], bool]] = {
+PROGRAMS_ON_RANKS: dict[str, Callable[[Path], bool]] = {
     "gradient_of_hsdp_comes_late": first_block_has_a_gradient,
     "blocks_are_mixed_up": different_blocks_are_refused,
 }
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
-def test_switch_changes_its_result(planted: Any, tmp_path: Path) -> None:
+def test_switch_changes_its_result(planted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a run of the right library notes that the switch is reached."""
     if planted.name in PROGRAMS_ON_RANKS:
         on_ranks = PROGRAMS_ON_RANKS[planted.name]
-        assert not on_ranks(tmp_path / "fault", planted.name)
-        assert on_ranks(tmp_path / "right", "")
+        monkeypatch.setenv(VARIABLE, planted.name)
+        assert not on_ranks(tmp_path / "fault")
+        monkeypatch.setenv(VARIABLE, "")
+        monkeypatch.setenv(REACHED, str(tmp_path / "reached"))
+        assert on_ranks(tmp_path / "right")
+        assert planted.name in (tmp_path / "reached").read_text().split()
         return
     program = PROGRAMS[planted.name]
     with planted.switch():
         assert not program(tmp_path / "fault")
-    assert program(tmp_path / "right")
+    with noting([planted], tmp_path / "reached"):
+        assert program(tmp_path / "right")
+    assert (tmp_path / "reached").read_text().split() == [planted.name]

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from explore.planted_blind import PLANTED
+from explore.planted_form import noting
 from support.toys import line_of, settings
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -243,4 +244,6 @@ def test_switch_changes_its_result(planted: Any, tmp_path: Path) -> None:
     program = PROGRAMS[planted.name]
     with planted.switch():
         assert not program(tmp_path / "fault")
-    assert program(tmp_path / "right")
+    with noting([planted], tmp_path / "reached"):
+        assert program(tmp_path / "right")
+    assert (tmp_path / "reached").read_text().split() == [planted.name]
