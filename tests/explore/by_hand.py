@@ -253,8 +253,8 @@ class Run:
         if not all(phase.is_made for phase in phases):
             self.put_back(before, weights=False)  # a skipped update leaves no trace
         made, number = self.copies(), len(self.left.updates)
-        for update in self.given.updates[number : number + 1]:  # one digit more or less in 16 bits would go on
-            self.put_back({name: each for name, each in update.after.items() if each.itemsize == 2})
+        for update in self.given.updates[number : number + 1] if self.is_coarse else ():
+            self.put_back(update.after)  # one digit more or less in 16 bits would go on
         if is_made:
             self.left.steps += 1
             self.loss_sum, self.weight_sum = self.loss_sum + loss * weight, self.weight_sum + weight
@@ -264,7 +264,8 @@ class Run:
             for now, old in zip(self.counts, counts):
                 now[:] = [o if s.is_put_back else n for n, o, s in zip(now, old, self.program.state)]
         norm, averages = math.hypot(*(phase.norm for phase in phases)), dict(self.averages)
-        self.left.updates.append(Update(len(window), is_made, norm, loss, rates, before, made, averages))
+        gradients = {name: each.grad for name, each in self.tensors().items() if each.grad is not None}
+        self.left.updates.append(Update(len(window), is_made, norm, loss, rates, before, made, averages, 0, gradients))
         return is_made
 
     def micro_batch(self, micro: MicroBatch, phase: Phase) -> None:
@@ -273,13 +274,16 @@ class Run:
         self.put_back(self.buffers[micro.rank], weights=False)
         for module, count in zip(self.memories, self.remembered[micro.rank]):
             module.count = count
-        loss = self.forward(micro.data)[1]
+        prediction, loss = self.forward(micro.data)
         self.buffers[micro.rank] = self.copies()
         self.remembered[micro.rank] = [module.count for module in self.memories]
         for state, count in zip(self.program.state, self.counts[micro.rank]):
             loss = loss if state.where == "evaluation" else loss * state.factor(count)
-        if micro.samples and (weight := weight_of(self.program, taken_apart(micro.data)[1])):
+        weight = weight_of(self.program, taken_apart(micro.data)[1])
+        if micro.samples and weight:
             phase.add(loss, weight, weight if self.program.criterion.reduction == "mean" else 1.0)
+        elif micro.samples:  # its loss may be 0/0; the gradient of its prediction is 0, times what may be NaN
+            phase.add(prediction.nan_to_num(0.0, 0.0, 0.0).sum(), 0.0, 0.0)
 
     def decide(self, phase: Phase) -> None:
         phase.divide(by=phase.weight or 1.0 if self.program.criterion.reduction == "mean" else 1.0)

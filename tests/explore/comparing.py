@@ -21,7 +21,9 @@ ROUNDING = 1e-6
 """And by this: an optimizer that divides by its gradient makes much of the rounding of one that is zero."""
 
 
-def differences(found: Record, exact: Record, own: Record, digits: float = 0.0) -> list[str]:
+def differences(
+    found: Record, exact: Record, own: Record, digits: float = 0.0, *, decay: float | None = None
+) -> list[str]:
     """Return in words where a run differs from the reference, the first update first; nothing where it does not.
 
     Args:
@@ -29,16 +31,23 @@ def differences(found: Record, exact: Record, own: Record, digits: float = 0.0) 
         exact: What the reference computes in float64.
         own: What it computes in the dtypes of the program.
         digits: The last digit of what it computes in, relative to 1: of its precision, if that is coarser than its weights.
+        decay: Of an optimizer that divides by the gradient, so that a weight moves by the sign of one that is rounding and no more:
+            the weight decay that it adds to the gradient.
     """
-    return list(_differences(found, exact, own, max(4 * digits, digits_of(found.initial))))
+    doubtful = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in found.initial.items()}
+    digits = max(4 * digits, digits_of(found.initial))
+    return list(_differences(found, exact, own, digits, {} if decay is None else doubtful, decay or 0.0))
 
 
-def _differences(found: Record, exact: Record, own: Record, digits: float) -> Iterator[str]:
+def _differences(
+    found: Record, exact: Record, own: Record, digits: float, doubtful: Tensors, decay: float
+) -> Iterator[str]:
     if (found.refused is None) != (exact.refused is None):
         yield f"ended with {found.refused or 'no error'}, expected {exact.refused or 'no error'}"
         return
     for number, updates in enumerate(zip(found.updates, exact.updates, own.updates)):
-        wrong = list(_of_update(*updates, found.initial, digits))
+        _note_doubtful(*updates[1:], doubtful, decay)
+        wrong = list(_of_update(*updates, found.initial, digits, doubtful))
         yield from (f"update {number}: {text}" for text in wrong)
         if wrong:
             return
@@ -48,8 +57,9 @@ def _differences(found: Record, exact: Record, own: Record, digits: float) -> It
         return
     if found.steps != exact.steps:
         yield f"{found.steps} steps, expected {exact.steps}"
-    yield from _of_tensors("final", found.final, exact.final, own.final, found.initial, digits)
-    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, found.initial, digits)
+    initial = found.initial
+    yield from _of_tensors("final", found.final, exact.final, own.final, initial, digits, doubtful)
+    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, initial, digits, doubtful)
     yield from _of_numbers("pass losses", found.pass_losses, exact.pass_losses, own.pass_losses, digits)
     places = [[(each.split, each.after) for each in record.evaluations] for record in (found, exact)]
     if places[0] != places[1]:
@@ -76,7 +86,19 @@ def digits_of(initial: Tensors) -> float:
     return max((4 * torch.finfo(each.dtype).eps for each in initial.values() if each.is_floating_point()), default=0.0)
 
 
-def _of_update(found: Update, exact: Update, own: Update, initial: Tensors, digits: float) -> Iterator[str]:
+def _note_doubtful(exact: Update, own: Update, doubtful: Tensors, decay: float) -> None:
+    """Note the elements whose gradient, without or with the weight decay, is not larger than its rounding, and not simply 0."""
+    for name in doubtful.keys() & exact.gradients.keys() & own.gradients.keys():
+        gradient, weight = exact.gradients[name], exact.before[name]
+        rounded = own.gradients[name].to(gradient.dtype)
+        noise = NOISE * (rounded - gradient).abs().max()
+        is_small = ~(gradient.abs() > noise) | ~((gradient + decay * weight).abs() > noise)
+        doubtful[name].logical_or_(is_small & ((gradient != 0.0) | (rounded != 0.0)))
+
+
+def _of_update(
+    found: Update, exact: Update, own: Update, initial: Tensors, digits: float, doubtful: Tensors
+) -> Iterator[str]:
     if found.committed != exact.committed:
         yield f"committed={found.committed}, expected {exact.committed}"
         return
@@ -89,8 +111,8 @@ def _of_update(found: Update, exact: Update, own: Update, initial: Tensors, digi
         figure, right, rounded = (getattr(update, name) for update in (found, exact, own))
         if figure is not None:
             yield from _of_numbers(name, [figure], [right], [rounded], digits)
-    yield from _of_tensors("after", found.after, exact.after, own.after, initial, digits)
-    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, initial, digits)
+    yield from _of_tensors("after", found.after, exact.after, own.after, initial, digits, doubtful)
+    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, initial, digits, doubtful)
 
 
 def _of_numbers(
@@ -113,19 +135,28 @@ def _is_near(found: float, exact: float, own: float, digits: float) -> bool:
 
 
 def _of_tensors(
-    what: str, found: Tensors, exact: Tensors, own: Tensors, initial: Tensors, digits: float
+    what: str,
+    found: Tensors,
+    exact: Tensors,
+    own: Tensors,
+    initial: Tensors,
+    digits: float,
+    doubtful: Tensors | None = None,
 ) -> Iterator[str]:
     if found.keys() != exact.keys():
         yield f"{what}: names {sorted(found.keys() ^ exact.keys())} on one side only"
         return
     for name, right in exact.items():
-        error, allowed = _error(found[name], right, own[name], initial[name], digits)
+        either_way = (doubtful or {}).get(name, torch.zeros(right.shape, dtype=torch.bool))
+        error, allowed = _error(found[name], right, own[name], initial[name], digits, either_way)
         if not error <= allowed:
             yield f"{what}: {name} is wrong by {error:.3g}, may be by {allowed:.3g}"
 
 
-def _error(found: Tensor, exact: Tensor, own: Tensor, initial: Tensor, coarse: float) -> tuple[float, float]:
-    """Return how wrong a tensor is, and how wrong it may be."""
+def _error(
+    found: Tensor, exact: Tensor, own: Tensor, initial: Tensor, coarse: float, either_way: Tensor
+) -> tuple[float, float]:
+    """Return how wrong a tensor is, and how wrong it may be; of some elements nobody knows whether they move up or down."""
     kind = torch.complex128 if exact.is_complex() else torch.float64
     is_number = own.dtype.is_floating_point or own.dtype.is_complex
     digits = max(2 * torch.finfo(own.dtype).eps, 1e-7) if is_number else 1e-7
@@ -134,13 +165,14 @@ def _error(found: Tensor, exact: Tensor, own: Tensor, initial: Tensor, coarse: f
     if given[0].shape != given[1].shape or not torch.equal(given[0].isfinite(), finite):
         return math.inf, 0.0
     found, exact, own, initial = (each[finite] for each in given)
+    both_ways = 2.0 * either_way[finite]
     if not exact.numel():
         return 0.0, 0.0
     if not own.isfinite().all():
         return 0.0, 0.0  # such as Adam in float16, where eps is 0: no loop in these dtypes says what is right
     moved, noise = (exact - initial).abs().max(), (own - exact).abs().max()
     # What the last digits of each stored number can hold.
-    allowed = max(MOVED, coarse) * moved + NOISE * noise + digits * exact.abs() + ROUNDING
+    allowed = (max(MOVED, coarse) + both_ways) * moved + NOISE * noise + digits * exact.abs() + ROUNDING
     error = (found - exact).abs()
     worst = int((error / allowed).argmax())
     return float(error[worst]), float(allowed[worst])

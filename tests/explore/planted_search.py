@@ -13,9 +13,9 @@ import argparse
 import collections
 import itertools
 import json
+import math
 import multiprocessing
 import os
-import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from support.preloading import preload
 
 from .planted_form import REACHED, VARIABLE, faults
 from .properties import Verdict, checked
-from .running import directory
+from .running import directory, processor_seconds
 from .search import STACKS_EVERY
 from .spec import Program
 from .strategies import programs
@@ -69,13 +69,17 @@ def drawn_together(group: int) -> list[Program]:
 
 
 def work(pipe: connection.Connection) -> None:
-    """Check programs, each with the fault that comes with it, until none comes; send verdicts, and without a fault what is reached."""
+    """Check programs, each with the fault that comes with it, until none comes.
+
+    Sends the verdict, without a fault what the program reaches, and how many seconds of the processor were used so far.
+    """
     from support.processes import fork_server
 
     fork_server()
     while (task := pipe.recv()) is not None:
         fault, program = task
-        pipe.send((checked_with(fault, program), []) if fault else checked_without(program))
+        outcome = (checked_with(fault, program), []) if fault else checked_without(program)
+        pipe.send((*outcome, processor_seconds()))
 
 
 def checked_without(program: Program) -> tuple[Verdict, list[str]]:
@@ -135,6 +139,8 @@ class Search:
     kinds: collections.Counter[str] = field(default_factory=collections.Counter)
     """What became of the programs without a fault."""
     checks: int = 0
+    used: collections.Counter[Any] = field(default_factory=collections.Counter)
+    """Seconds of the processor by worker."""
 
     def __post_init__(self) -> None:
         self._drawn = drawn(self.number)
@@ -163,7 +169,8 @@ class Search:
         elif verdict.kind in FAILS and fault not in self.found:
             self.waiting[fault].clear()
             self.found[fault] = Finding(number, self.tried[fault], verdict)
-            print(f"{fault}: found by {verdict.broken} with program {number + 1}", flush=True)
+            after = f"program {number + 1}, after {self.used.total():.0f} s of the processor"
+            print(f"{fault}: found by {verdict.broken} with {after}", flush=True)
             print(f"  {verdict.text.splitlines()[0][:200]}\n  {self.programs[number].to_json()}", flush=True)
 
     def report(self, seconds: float) -> str:
@@ -176,14 +183,27 @@ class Search:
                 figures = f"{found.number + 1} | {found.tried} | {found.verdict.broken}"
             lines.append(f"| {name} | {FAULTS[name].point} | {figures} |")
         kinds = ", ".join(f"{number} {kind}" for kind, number in self.kinds.most_common())
-        counts = f"{len(self.programs)} programs drawn ({kinds} without a fault), {self.checks} checks"
-        return "\n".join([*lines, "", f"{len(self.found)} of {len(self.faults)} found in {seconds:.0f} s: {counts}."])
+        counts = f"{len(self.programs)} programs drawn ({kinds} without a fault), {self.checks} checks, "
+        counts += f"{self.used.total():.0f} s of the processor"
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"{len(self.found)} of {len(self.faults)} found in {seconds:.0f} s: {counts}.",
+            ]
+        )
 
 
 def main() -> None:
     """Search."""
     parser = argparse.ArgumentParser(prog="python -m explore.planted_search", description=__doc__)
     parser.add_argument("--budget", type=float, default=1200.0, help="seconds")
+    parser.add_argument(
+        "--processor",
+        type=float,
+        default=math.inf,
+        help="seconds of the processor: on a busy machine, 2400 are 20 minutes of two cores",
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=list(FAULTS), help="names of faults")
@@ -200,19 +220,20 @@ def main() -> None:
     busy: dict[Any, tuple[str, int]] = {}
     try:
         while len(search.found) < len(search.faults) and time.monotonic() - begun < options.budget:
+            if search.used.total() >= options.processor:
+                break
             for pipe in workers.keys() - busy.keys():
                 busy[pipe] = search.next_task()
                 pipe.send((busy[pipe][0], search.programs[busy[pipe][1]]))
             ready: Any
             for ready in connection.wait(list(busy), timeout=1.0):
-                search.take(*busy.pop(ready), *ready.recv())
+                verdict, reached, search.used[ready] = ready.recv()
+                search.take(*busy.pop(ready), verdict, reached)
     finally:
         for process in workers.values():
             process.kill()
             process.join()
     print(search.report(time.monotonic() - begun))
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(f"{used.ru_utime + used.ru_stime:.0f} s of the processor, less those of ranks")
     if options.json:
         rows = {
             name: {

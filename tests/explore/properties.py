@@ -19,9 +19,11 @@ from torch import Tensor
 from . import by_hand, comparing
 from .running import UNSAVED, Died, directory, in_fork, namespace, run, run_ranks, without_events
 from .script import AUGMENTS
-from .spec import Optimizer, Program, Record, Stack, State, flat
+from .spec import Optimizer, Program, Record, Settings, Stack, State, flat
 
 DRAWING = ("dropout", "noise")
+ADAPTIVE = ("adam", "adamw", "adagrad", "rmsprop", "two")
+"""Optimizers that divide by the gradient, or the second of which does."""
 PER_FORWARD = ("batch_norm", "sometimes", "counter", "memory", "running", "spectral", *DRAWING)
 """Parts whose result depends on how the samples are divided into micro-batches."""
 UNSAVED_STATES = {State("runner", "by_object"): UNSAVED, State("dataset", "plain"): "has no state_dict"}
@@ -111,7 +113,10 @@ def reference(runs: Runs) -> list[str]:
     exact = by_hand.expected(program, runs.parts, whole)
     own = by_hand.expected(program, runs.parts, whole, exact=False)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(program.settings.precision or "", torch.float64)
-    return comparing.differences(whole, exact, own, torch.finfo(precision).eps)
+    decay = None
+    if program.optimizer.kind in ADAPTIVE:
+        decay = 0.0 if program.optimizer.kind == "adamw" else program.optimizer.weight_decay
+    return comparing.differences(whole, exact, own, torch.finfo(precision).eps, decay=decay)
 
 
 def each_sample_once(runs: Runs) -> list[str]:
@@ -251,15 +256,16 @@ def resumed_is_the_same(runs: Runs) -> list[str]:
         else:
             runs.run(stopping, place)
         for _ in range(12):
-            # An update that is skipped comes again with the same number, and stops the run again.
+            # What stops a run may come again: at an update that was skipped, and before an evaluation that is still due.
             parts = runs.run(stopping, place, resume=True)
-            if parts.state["state"]["train"] == runs.whole.state["state"]["train"] or not parts.micro_batches:
+            states = [runs.whole.state, parts.state]
+            if any(each.kind == "checkpoint" for each in runs.program.events):
+                # A save in an override of `step` is made before the update's line in metrics.jsonl is, which a kill then loses.
+                states = [{**state, "state": without(state["state"], "metrics_mark")} for state in states]
+            differing = state_differences(*states)
+            if not differing or not parts.micro_batches:
                 break
-        states = [runs.whole.state, parts.state]
-        if any(each.kind == "checkpoint" for each in runs.program.events):
-            # A save in an override of `step` is made before the update's line in metrics.jsonl is, which a kill then loses.
-            states = [{**state, "state": without(state["state"], "metrics_mark")} for state in states]
-        found += [f"{event.kind}: {each}" for each in state_differences(*states)]
+        found += [f"{event.kind}: {each}" for each in differing]
         found += predictions_differ(runs.whole, parts)
     return found
 
@@ -314,7 +320,7 @@ def divided_is_the_same(runs: Runs) -> list[str]:
         return []
     batch = settings.global_batch_size or settings.batch_size or 1
     whole = replace(settings, batch_size=None, global_batch_size=batch, micro_batch_size=None, accum_steps=1)
-    whole = replace(whole, gradient_sum="fast", keyed=None)
+    whole = without_scores(replace(whole, gradient_sum="fast", keyed=None))
     states = tuple(state for state in program.state if state.where == "nothing")
     records = []
     for micro in (None, 1 + program.data.train % 2):
@@ -327,8 +333,14 @@ def divided_is_the_same(runs: Runs) -> list[str]:
 
 def steady(optimizer: Optimizer) -> Optimizer:
     """Return SGD in the place of an optimizer that divides by the gradient: that makes much of the rounding of one that is zero."""
-    adaptive = optimizer.kind in ("adam", "adamw", "adagrad", "rmsprop")
-    return replace(optimizer, kind="sgd", fused=False) if adaptive else optimizer
+    return replace(optimizer, kind="sgd", fused=False) if optimizer.kind in ADAPTIVE else optimizer
+
+
+def without_scores(settings: Settings) -> Settings:
+    """Return settings by which no score decides: a run by updates evaluates as many samples as its micro-batches have."""
+    schedule = settings.schedule
+    follows = schedule is not None and schedule.kind == "plateau"
+    return replace(settings, patience=None, schedule=None if follows else schedule)
 
 
 def can_be_divided(program: Program) -> bool:
@@ -358,7 +370,7 @@ def layout_is_the_same(runs: Runs) -> list[str]:
     if batch > program.data.train:
         return []
     whole = replace(settings, batch_size=None, global_batch_size=batch, micro_batch_size=None, accum_steps=1)
-    whole = replace(whole, gradient_sum="fast", keyed=None)
+    whole = without_scores(replace(whole, gradient_sum="fast", keyed=None))
     several = replace(program, settings=whole, events=(), state=(), optimizer=steady(program.optimizer))
     one = replace(several, stack=Stack())
     return moved_alike(runs.run(several), runs.run(one), program)

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import pickle
+import resource
 import select
 import shutil
 import signal
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from support.patience import patience
 from support.process_tree import die_with_parent, kill_tree
-from support.processes import run_outcomes
+from support.processes import run_outcomes, server_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -418,6 +419,17 @@ def _received(pipe: int, pid: int, timeout: float) -> Any:
     if kind == "error":
         raise Died(value)
     return value
+
+
+def processor_seconds() -> float:
+    """Return what this process, its forks that have ended and the ranks have used of the processor; of killed loaders' workers nothing."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(each.ru_utime + each.ru_stime for each in used)
+    for server in server_processes():
+        # User and system time of the server, then those of the ranks that it has waited for.
+        fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+        seconds += sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
 
 from .properties import Verdict, checked
+from .running import processor_seconds
 from .script import render
 from .spec import Program, Stack, flat
 from .strategies import programs
@@ -293,6 +294,7 @@ def main() -> None:
                 flush=True,
             )
     print(tally.report().split("\nPairs of")[0] if options.brief else tally.report())
+    print(f"{time.monotonic() - begun:.0f} s, {processor_seconds():.0f} of the processor with those of ranks")
     sys.exit(failed)
 
 

@@ -379,6 +379,7 @@ class Update:
         before, after: Parameters and buffers by name before the first forward, and after the step.
         averages: The averages after it, by name; empty without.
         epoch: Completed passes before it.
+        gradients: What the weights were moved by; only in what the reference computes.
     """
 
     micro_batches: int
@@ -390,6 +391,7 @@ class Update:
     after: dict[str, Tensor]
     averages: dict[str, Tensor] = field(default_factory=dict)
     epoch: int = 0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass

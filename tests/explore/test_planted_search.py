@@ -11,7 +11,7 @@ from explore.spec import Data, Event, Program, Settings, Stack, State
 
 COUNTS_BYTES = Program(
     data=Data(train=8),
-    settings=Settings(batch_size=2, epochs=None, steps=3, checkpoint_interval=1),
+    settings=Settings(batch_size=2, epochs=None, steps=3, checkpoint_interval=1, async_mode="disabled"),
     state=(State("runner", "bytes"),),
     events=(Event("kill", 1),),
 )
