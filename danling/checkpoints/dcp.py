@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -380,6 +380,20 @@ class SavePlanner(DefaultSavePlanner):
         for name in self.left_out & self.state_dict.keys():
             del self.state_dict[name], self.mappings[name]
         self.is_coordinator = is_coordinator
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Take values that are no tensors from the first rank that has them: others do not know what the first one alone has written.
+
+        torch takes each from the rank that has the least to write.
+        """
+        taken: set[MetadataIndex] = set()
+        plans = []
+        for plan in all_plans:
+            values = {item.index for item in plan.items if item.type is WriteItemType.BYTE_IO}
+            others = values & taken
+            plans.append(replace(plan, items=[item for item in plan.items if item.index not in others]))
+            taken |= values
+        return super().create_global_plan(plans)
 
 
 def save_target(

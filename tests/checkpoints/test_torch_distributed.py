@@ -443,3 +443,23 @@ def test_torch_writer_filling_a_copy_of_the_metadata_loses_no_save(
     _save(manager, 2)
     assert _step(manager, "latest") == 2
     assert torch.equal(manager.load_checkpoint("latest")["model"]["0.weight"], torch.full((5, 3), 2.0))
+
+
+def test_value_that_ranks_have_differently_is_that_of_the_first_rank() -> None:
+    """By itself torch takes each value from the rank that has the least to write."""
+    planners, plans = [], []
+    for rank in range(3):
+        planner = dcp.SavePlanner()
+        mark = [6, 3] if rank == 0 else None
+        model = {str(number): torch.zeros(8) for number in range(4)}
+        of_rank = {f"rank_{rank}": {"value": rank}}
+        state = {"model": model, "state": {"metrics_mark": mark}, "attributes": {"ranks": [torch.ones(1)], **of_rank}}
+        planner.set_up_planner(state, is_coordinator=rank == 0)
+        planners.append(planner)
+        plans.append(planner.create_local_plan())
+    whole, _ = planners[0].create_global_plan(plans)
+    names = [{item.index.fqn for item in plan.items} for plan in whole]
+    assert [rank for rank, of_plan in enumerate(names) if "state" in of_plan] == [0]
+    for rank, of_plan in enumerate(names):
+        assert f"attributes.rank_{rank}" in of_plan, "what one rank alone has is saved"
+    assert any(name.startswith("model.") for name in names[1] | names[2]), "tensors are shared out"

@@ -29,6 +29,10 @@ FOUND: dict[str, str] = {
         '"events": [{"kind": "kill"}], "model": {"dtype": "float64", "per_position": true}, "settings": {"batch_size": 3, '
         '"drop_last": false, "epochs": null, "seed": 3, "steps": 2}, "stack": {"ranks": 3}}'
     ),
+    "position-in-metrics-file-is-that-of-the-rank-that-writes-it": (
+        '{"data": {"source": "iterable", "train": 13}, "events": [{"at": 2, "kind": "stop"}], "settings": {"accum_steps": 3, '
+        '"batch_size": 1, "epochs": null, "steps": 3}, "stack": {"kind": "parallel", "ranks": 4, "replicate": 2, "shard": 2}}'
+    ),
 }
 """Programs for which a property did not hold, by what was wrong; each was mended."""
 
