@@ -127,7 +127,7 @@ def _leaves_out(call: Call) -> bool:
 
 
 def _wants_the_highest(call: Call) -> bool:
-    return call.options["mode"] == "max"
+    return bool(call.options["mode"] == "max")
 
 
 def _was_cast(call: Call) -> bool:
