@@ -60,8 +60,9 @@ class EngineReduction(GradientReduction):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate a loss through the engine, which reduces the gradient in the last backward of a window."""
         self.engine.set_gradient_accumulation_boundary(last)
-        # The weight takes the place of the engine's own division by the number of micro-batches.
-        self.engine.backward(loss, scale_wrt_gas=False)
+        # The weight takes the place of the engine's own division by the number of micro-batches. A loss that the model has returned and
+        # that weighs 1 is an output of the engine, whose gradient it divides before it knows better: a copy is none.
+        self.engine.backward(loss.clone(), scale_wrt_gas=False)
 
     def held(self) -> list[Tensor]:
         return self._shares if self.is_divided else [p.grad for p in self.parameters if p.grad is not None]

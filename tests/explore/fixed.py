@@ -33,6 +33,11 @@ FOUND: dict[str, str] = {
         '{"data": {"source": "iterable", "train": 13}, "events": [{"at": 2, "kind": "stop"}], "settings": {"accum_steps": 3, '
         '"batch_size": 1, "epochs": null, "steps": 3}, "stack": {"kind": "parallel", "ranks": 4, "replicate": 2, "shard": 2}}'
     ),
+    "deepspeed-does-not-divide-the-loss-that-a-model-returns": (
+        '{"criterion": {"kind": "in_model"}, "data": {"form": "keywords", "inputs": "image", "source": "list", "train": 16}, '
+        '"optimizer": {"lr": 0.01}, "settings": {"batch_size": null, "epochs": null, "global_batch_size": 6, "seed": 3, '
+        '"steps": 2}, "stack": {"kind": "deepspeed"}}'
+    ),
 }
 """Programs for which a property did not hold, by what was wrong; each was mended."""
 
