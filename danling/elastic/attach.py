@@ -29,6 +29,7 @@ from danling.config import RunnerConfig
 from danling.data import DataLoader
 from danling.distributed import Domain, LaunchEnvironment, MembershipChanged, set_collective_timeout
 from danling.training.checks import FirstGradients
+from danling.training.extension import Extension
 from danling.training.session import EndOfPass, EvaluationStopped
 from danling.utils.observers import Observer
 
@@ -143,7 +144,7 @@ class ElasticDomain(Domain):
         raise MembershipChanged
 
 
-class ElasticRanks(Observer):
+class ElasticRanks(Observer, Extension):
     """This rank among the others of its run.
 
     Attributes:
@@ -152,6 +153,7 @@ class ElasticRanks(Observer):
     """
 
     critical = True
+    drives = True
 
     _is_made: ClassVar[bool] = False
 
@@ -218,6 +220,7 @@ class ElasticRanks(Observer):
         runner._parts.reporter.trackers.recent = deque(maxlen=_RECENT_RECORDS)
         # Before the others, so that they do not hear of an update that is not made.
         runner.observers.insert(0, self)
+        runner._parts.extensions.append(self)
         if runner.is_main_process:
             place = JoinedRun(
                 runner.id, str(runner.workspace.dir), runner.code_id, runner.config_id, runner.timestamp, runner.seed

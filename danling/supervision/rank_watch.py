@@ -188,7 +188,7 @@ class RankWatch(Observer):
         settings = runner.config.comm
         is_off = settings.slow_rank_share is None and settings.hang_warning_seconds is None
         # Its figures take a collective at each log line, in which an elastic rank may end.
-        is_off = is_off or runner._parts.elastic is not None
+        is_off = is_off or runner.config.elastic.enabled
         return None if runner.placement.optimizer.size == 1 or is_off else cls(runner, session, reporter, calls)
 
     # Events

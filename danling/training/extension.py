@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,16 @@ class Extension:
 
     The loop calls each method on all ranks, in the order of the list.
     """
+
+    drives = False
+    """Whether the training is a part of `train` of this extension, which may begin it again. One extension of a run at most."""
+
+    def check_training(self, *, whole: bool) -> None:
+        """A training begins: that of `train()` if `whole`, else a pass by itself. May refuse it."""
+
+    def train(self, train: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        """Train, or do what follows a training that has ended. Called if the extension `drives`."""
+        (then or train)()
 
     def before_update(self) -> StateReplaced | None:
         """A batch is read, and an update begins. May replace the state of the run."""

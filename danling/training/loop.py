@@ -166,6 +166,8 @@ class TrainingLoop:
         self._update = update
         self._evaluator = evaluator
         self._results = results
+        self._driver: Extension | None = None
+        """The extension that begins the training again where the ranks change."""
         self._last_split: str | None = None
         self._evaluate_every = 1
         self._checkpoint_every = 1
@@ -224,9 +226,8 @@ class TrainingLoop:
 
     def _through_changes(self, train: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Train, and begin again from the state as it is whenever the ranks change, as a resumed run does; then do what follows."""
-        elastic = self._runner._parts.elastic
-        if elastic is not None:
-            elastic.train(train, then)
+        if self._driver is not None:
+            self._driver.train(train, then)
         else:
             (then or train)()
 
@@ -254,8 +255,9 @@ class TrainingLoop:
     def training(self, *, whole: bool = True) -> Iterator[None]:
         """Train inside: log messages belong to this run, signals are watched, and the end, a stop or a failure is saved."""
         runner, session = self._runner, self._session
-        if runner._parts.elastic is not None:
-            runner._parts.elastic.check_training(whole=whole)
+        for extension in self.extensions:
+            extension.check_training(whole=whole)
+        self._driver = next((extension for extension in self.extensions if extension.drives), None)
         session.begin(max_seconds=runner.config.max_time_seconds())
         session.running = True
         with ExitStack() as stack:
@@ -578,7 +580,7 @@ class TrainingLoop:
             source.commit(consumed)
 
         # A change of the ranks in the first update of a pass leads here again.
-        is_begun = runner._parts.elastic is not None and self.begun_pass == (split, source.epoch)
+        is_begun = self._driver is not None and self.begun_pass == (split, source.epoch)
         begins = source.consumed == 0 and not is_begun
         # Only the first batch of a stream shows whether there is one more pass: see below.
         if begins and source.kind != "window":
