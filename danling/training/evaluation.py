@@ -156,7 +156,7 @@ class Evaluator:
         self._logged_orders.add(split)
         order = "their own order" if loader.order.shuffle else "the order of the dataset"
         which = f"all {samples}" if first == samples else f"the first {first} of {samples}"
-        why = f" For training, there is {' and '.join(settings)}." if settings else ""
+        why = f" Only training reads by {' and '.join(settings)}." if settings else ""
         more = "" if first == samples else " Call `evaluate`, or override `evaluate_steps`, for all of them."
         logger.info("An evaluation reads %s samples of split %r, in %s.%s%s", which, split, order, why, more)
 

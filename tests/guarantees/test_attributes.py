@@ -469,5 +469,5 @@ def test_a_resume_with_other_threads_says_so_once(tmp_path: Path, caplog: pytest
             keep("ddp", str(tmp_path / "parts"), {"epochs": 2, "auto_resume": True})
     finally:
         torch.set_num_threads(threads)
-    (said,) = [record.getMessage() for record in caplog.records if "not bitwise" in record.getMessage()]
+    (said,) = [record.getMessage() for record in caplog.records if "no longer bitwise" in record.getMessage()]
     assert said.endswith(f"threads {threads}, now {threads + 1}.")

@@ -176,7 +176,7 @@ def test_unreadable_files_do_not_hide_the_end_of_a_training(
             runner._parts.reporter.log_end("Finished")
         runner._parts.reporter.end()
         monkeypatch.chdir(tmp_path)
-    assert "Finished: " in caplog.text and "cannot be looked up: [Errno 2]" in caplog.text
+    assert "Finished: " in caplog.text and "cannot be read: [Errno 2]" in caplog.text
 
 
 class Broken(Observer):

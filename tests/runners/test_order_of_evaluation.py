@@ -132,7 +132,7 @@ def test_a_ragged_batch_of_an_iterable_dataset_is_evaluated(workers: int, tmp_pa
     [
         (
             {"dataloader.shuffle": True},
-            "all 21 samples of split 'val', in the order of the dataset. dataloader.shuffle holds",
+            "all 21 samples of split 'val', in the order of the dataset. Only training reads by dataloader.shuffle.",
         ),
         ({"dataloader.val.shuffle": True}, None),
         ({"dataloader.val.shuffle": True, "steps": 4}, "the first 4 of 21 samples of split 'val', in their own order."),
