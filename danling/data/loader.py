@@ -157,8 +157,10 @@ class KeyedLoader(LibraryLoader):
         if isinstance(self.dataset, OrderedDataset):
             self.dataset.set_seed(self.order.seed)
         self.tell_epoch()
-        has_changed = self._copies is not None and self._copies.differ_from(self.dataset)
-        if takes_epoch or self.stateful or has_changed:
+        has_changed = takes_epoch or bool(self.stateful)
+        if not has_changed and self._copies is not None:
+            has_changed = self._copies.differ_from(self.dataset)
+        if has_changed:
             # Persistent workers have copies of the dataset, which do not change with it.
             shut_down_workers(self)
         if self.persistent_workers:

@@ -522,8 +522,8 @@ class RunData:
         source = self.sources[split]
         loader = source.loader
         is_same = self._run.datasets.get(split) is self._datasets.get(split)
-        has_its_length = not isinstance(loader, DataLoader) or len(loader.dataset) == loader.order.length
-        if is_same and has_its_length:
+        # The program may have closed a dataset that it has replaced: only one that is still used has a length.
+        if is_same and (not isinstance(loader, DataLoader) or len(loader.dataset) == loader.order.length):
             return
         change = self._change_of(split) if source.consumed and source.restored is None else None
         if change is not None:

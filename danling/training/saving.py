@@ -234,9 +234,10 @@ def index_of_best_elsewhere(runner: BaseRunner, source: object, stores: RemoteSt
     index = runner.best_index
     if index is None:
         return None
-    is_on_disk = any((runner.workspace.checkpoints / name).exists() for name in ("best", "best.pth"))
-    is_in_store = stores is not None and stores.has("best")
-    if is_on_disk or is_in_store:
+    if any((runner.workspace.checkpoints / name).exists() for name in ("best", "best.pth")):
+        return None
+    # Only now: a run whose checkpoint is on the disk does not depend on the store.
+    if stores is not None and stores.has("best"):
         return None
     if runner.is_main_process:
         logger.info(

@@ -149,8 +149,7 @@ class Schedule:
         """Refuse the metrics of an evaluation without the one that the schedule follows."""
         runner = self._runner
         by_metric = runner.scheduler is not None and not self.by_update and needs_metric(runner.scheduler)
-        has_metric = monitor_of(runner) or not runner.standing.own
-        if by_metric and has_metric:
+        if by_metric and (monitor_of(runner) or not runner.standing.own):
             self._metric(metrics)
 
     def _metric(self, metrics: Mapping[str, Mapping[str, float]]) -> float:

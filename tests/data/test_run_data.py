@@ -282,6 +282,32 @@ def test_changing_replica_groups_cannot_divide_a_stream() -> None:
     assert run.data.open("train", TorchDataLoader(points(8), batch_size=4)).remaining_batches() == 2
 
 
+class Closing(TensorDataset):
+    """Has no length once it is closed, as an open file has."""
+
+    is_closed = False
+
+    def __len__(self) -> int:
+        if self.is_closed:
+            raise RuntimeError("it is closed")
+        return super().__len__()
+
+
+@pytest.mark.parametrize("consumed", [0, 1])
+def test_replaced_dataset_may_be_closed(consumed: int) -> None:
+    run = Run("train", dataloader={"batch_size": 2})
+    first = run.datasets["train"] = Closing(torch.zeros(8, 1))
+    source = run.opened().of("train")
+    source.commit([batch for batch, _ in zip(source.batches(), range(consumed))])
+    first.is_closed = True
+    run.datasets["train"] = points(12)
+    if consumed:
+        with pytest.raises(ValueError, match=r"to stay as it is within a pass\. Received: another dataset"):
+            run.data.of("train")
+    else:
+        assert run.data.of("train").remaining_batches() == 6
+
+
 def test_data_replaced_within_a_pass_is_refused_on_ranks_without_reads_too() -> None:
     for reads in (True, False):
         run = Run("train", dataloader={"batch_size": 2})

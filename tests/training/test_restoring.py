@@ -107,3 +107,17 @@ def test_best_in_another_directory_is_remembered(tmp_path: Path, caplog: pytest.
     assert "0.5000 at 4, is next to there" in caplog.text
     (tmp_path / "best.pth").touch()
     assert elsewhere() is None
+
+
+class Unreachable:
+    def has(self, name: str) -> bool:
+        raise ConnectionError(name)
+
+
+def test_store_is_not_asked_for_a_best_that_is_on_the_disk(tmp_path: Path) -> None:
+    begun = Begun()
+    begun.best_index, begun.workspace.checkpoints = 4, tmp_path
+    with pytest.raises(ConnectionError):
+        index_of_best_elsewhere(begun, "there", Unreachable())  # type: ignore[arg-type]
+    (tmp_path / "best").touch()
+    assert index_of_best_elsewhere(begun, "there", Unreachable()) is None  # type: ignore[arg-type]
