@@ -473,7 +473,7 @@ class ReplicaMember(Extension):
         saves_position = position_owner(runner.config) is not None
         self._live_state.load(
             state,
-            components=self._laid_out(state),
+            lay_out=self._laid_out,
             keeps_position=lambda source: source.is_rank_local and saves_position,
         )
         # The reference is one of the group, whose ranks may heal from different groups.

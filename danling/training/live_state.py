@@ -27,20 +27,14 @@ class LiveState:
         self._data = data
         self._observer_states = observer_states
 
-    def read(self, *, components: Mapping[str, object] | None = None) -> dict[str, Any]:
-        """Return the state of this rank. Tensors of the components are those of the runner, not copies. May be called on one rank.
-
-        Args:
-            components: The states of the components, where they are not read from the runner.
-        """
+    def read(self) -> dict[str, Any]:
+        """Return the state of this rank. Tensors of the components are those of the runner, not copies. May be called on one rank."""
         runner = self._runner
-        if components is None:
-            components = runner.run_state.components()
         progress = runner.run_state.progress(alone=True)
         return {
             **self._attributes.of_rank(),
             **self._observer_states.of_rank(),
-            **components,
+            **runner.run_state.components(),
             "state": {name: part for name, part in progress.items() if name != "rng"},
             "dataloaders": {split: source.state_dict() for split, source in self._data.trained_sources().items()},
         }
@@ -49,21 +43,23 @@ class LiveState:
         self,
         state: Mapping[str, Any],
         *,
-        components: Mapping[str, object] | None = None,
+        lay_out: Callable[[Mapping[str, Any]], Mapping[str, object]] | None = None,
         keeps_position: Callable[[BatchSource], bool] | None = None,
     ) -> None:
         """Take over the state that `read` returned on another rank. May be called on one rank.
 
         Args:
             state: The state.
-            components: The components of the state as this rank divides them, where that is another division.
+            lay_out: Returns the state with the components as this rank divides them; `None` if the other rank divides them so.
             keeps_position: Whether this rank keeps its own position in the batches of a split; `None` is never.
         """
         runner = self._runner
         own = copy(runner.state.elastic)
         # In the order of a resume.
         self._attributes.take_over("requires_grad", state)
-        runner.run_state.load_components(state if components is None else components, frozenset())
+        # Which weights a state has follows from those that require a gradient.
+        components = state if lay_out is None else lay_out(state)
+        runner.run_state.load_components(components, frozenset())
         self._attributes.take_over("buffers", state)
         sources = self._data.trained_sources()
         for split, position in state["dataloaders"].items():

@@ -13,12 +13,14 @@ from support.toys import TracingRunner
 
 import danling as dl
 from danling.runners.state import RunnerState
+from danling.torchft import member
 from danling.torchft.groups import (
     OtherSizeMet,
     ReplicaSizeError,
     address_towards,
     check_sizes,
 )
+from danling.torchft.member import laid_out_like
 from danling.utils.observers import Observer
 
 
@@ -91,8 +93,8 @@ class Counting(Observer):
         self.count = int(state["count"])
 
 
-def runner_of(root: Path, group: int = 0) -> dl.TorchRunner:
-    return TracingRunner(
+def runner_of(root: Path, group: int = 0, kind: type[dl.TorchRunner] = TracingRunner, **more: Any) -> dl.TorchRunner:
+    return kind(
         {
             "seed": 3 + group,
             "steps": 4,
@@ -100,6 +102,7 @@ def runner_of(root: Path, group: int = 0) -> dl.TorchRunner:
             "ema": {"enabled": True},
             "ft": {"enabled": True, "group_size": 2, "replica_id": group},
             "workspace_root": str(root),
+            **more,
         }
     )
 
@@ -145,6 +148,37 @@ def test_healing_group_continues_as_the_other_one(
         # Its attempts and the scale of its losses are its own, and what the other group has counted is added there.
         assert behind.state.elastic.attempts == attempts and behind.window.agreed_reference == 2.0
         assert not behind.meters.averages()
+
+
+class Freezing(TracingRunner):
+    """Begins with a frozen layer."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        torch.manual_seed(0)
+        self.model[0] = torch.nn.Linear(6, 12).requires_grad_(False)
+
+
+def test_healing_group_divides_layers_that_the_other_one_has_unfrozen(
+    lighthouse: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divided: list[tuple[set[str], set[str]]] = []
+
+    def noted(state: Mapping[str, object], own: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        divided.append((set(state), set(own)))
+        return laid_out_like(state, own)
+
+    monkeypatch.setattr(member, "laid_out_like", noted)
+    more: dict[str, Any] = {"kind": Freezing, "checkpoint": {"trainable_only": True}}
+    with runner_of(tmp_path / "a", **more) as ahead, runner_of(tmp_path / "b", 1, **more) as behind:
+        ahead.model[0].requires_grad_(True)
+        with torch.no_grad():
+            ahead.model[0].weight.fill_(3.0)
+        assert ahead.fault_tolerance is not None and behind.fault_tolerance is not None
+        behind.fault_tolerance.take_over(ahead.fault_tolerance.sent_state())
+        assert torch.equal(behind.model[0].weight, ahead.model[0].weight)
+    weights, own = divided[0]
+    assert "0.weight" in weights and weights <= own, "each sent weight has one to be divided like"
 
 
 def test_one_of_two_groups_writes_until_it_closes(lighthouse: None, tmp_path: Path) -> None:
