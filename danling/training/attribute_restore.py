@@ -17,7 +17,7 @@ from danling.checkpoints.payload import DICTS, LISTS
 from danling.data.randomness import set_generator_state
 from danling.utils.encoding import ARRAYS, MISSING, decode_array, decode_key
 from danling.utils.secrets import names_secret
-from danling.utils.tensors import is_sharded, local_part
+from danling.utils.tensors import has_strided_values, is_sharded, local_part
 
 from .attribute_snapshot import (
     FACTORIES,
@@ -255,12 +255,14 @@ def decode_tensor(node: Any, current: object) -> Tensor:
         return current
     if isinstance(node, dict) and node.get("class", type(current).__name__) != type(current).__name__:
         raise CannotRestore(f"a tensor of the class {node['class']}")
-    fits = isinstance(current, Tensor) and (current.shape, current.dtype) == (value.shape, value.dtype)
-    # Elements of an expanded tensor share memory, into which no other values can be copied.
-    has_own_memory = isinstance(current, Tensor) and (0 not in current.stride() or current.numel() < 2)
-    if isinstance(current, Tensor) and fits and has_own_memory:
-        current.copy_(value)
-        return current
+    # The program may have set a tensor of a kind that no checkpoint contains, such as a sparse one.
+    if isinstance(current, Tensor) and has_strided_values(current):
+        fits = (current.shape, current.dtype) == (value.shape, value.dtype)
+        # Elements of an expanded tensor share memory, into which no other values can be copied.
+        has_own_memory = 0 not in current.stride() or current.numel() < 2
+        if fits and has_own_memory:
+            current.copy_(value)
+            return current
     if isinstance(node, Tensor):
         return value.clone()
     accelerator = torch.accelerator.current_accelerator()

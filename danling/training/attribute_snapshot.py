@@ -32,7 +32,7 @@ from danling.data.randomness import Generators, generator_state, is_generator
 from danling.utils.encoding import MISSING, SCALARS, encode_array, encode_key, encode_set, is_of_numpy
 from danling.utils.observers import Observer, keeps_state
 from danling.utils.secrets import names_secret
-from danling.utils.tensors import canonical_name, is_plain_tensor, is_sharded, local_part
+from danling.utils.tensors import canonical_name, has_strided_values, is_plain_tensor, is_sharded, local_part
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -344,7 +344,7 @@ class AttributeSnapshot:
         return self._leave(path, (digest, seen), what)
 
     def _tensor(self, value: Any, path: str) -> object:
-        if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
+        if not has_strided_values(value):
             version = 0 if value.is_inference() else value._version
             return self._leave(path, (id(value), version), "a tensor that is not strided")
         if type(value) not in (Tensor, nn.Parameter) and not is_sharded(value):

@@ -54,6 +54,11 @@ def is_plain_tensor(tensor: Tensor) -> bool:
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__ and not has_more
 
 
+def has_strided_values(tensor: Tensor) -> bool:
+    """Whether a tensor has a number for each place, in strides: it is not sparse, on the meta device, quantized or nested."""
+    return tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+
+
 def with_local_part(tensor: Tensor, local: Tensor) -> Tensor:
     """Return a tensor like `tensor` whose local part is `local`, on whatever device that is."""
     if not is_sharded(tensor):

@@ -18,6 +18,8 @@ from support.toys import Small
 from torch import nn
 from torch.utils.data import Dataset
 
+from danling.training.attribute_restore import decode_tensor
+
 
 class Counts:
     """Hands out in its state what it has, not copies of it."""
@@ -221,6 +223,14 @@ def test_attributes_without_an_encoding_are_listed_once_at_the_first_save(
     listing = ", ".join(f"self.{name} ({what})" for name, what in NAMED.items())
     assert f"since their types have no encoding: {listing}. A resumed run" in said[0].getMessage()
     assert "Not saved" not in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 3)])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_saved_tensor_replaces_one_of_another_layout(layout: torch.layout, shape: tuple[int, int]) -> None:
+    saved = torch.arange(9.0).reshape(3, 3)
+    restored = decode_tensor(saved, torch.ones(shape).to_sparse(layout=layout))
+    assert torch.equal(restored, saved) and restored is not saved
 
 
 @pytest.mark.parametrize("name", ["by_object", "sparse", "nested", "when", "handle.loop", "deep.next"])
