@@ -8,11 +8,11 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from danling.config.schema import TopLevelConfig
+from danling.utils.lazy import is_installed
 from danling.utils.messages import Paced, format_count
 from danling.utils.observers import Observer
 from danling.utils.process import launch_command
@@ -328,12 +328,12 @@ def describe_end(runner: TorchRunner, reason: str | None) -> list[str]:
     if "latest" in kept:
         lines.append(f"resume   {_how_to_resume(runner, kept['latest'], reason)}")
     if (directory / "metrics.jsonl").is_file():
-        needs = "" if find_spec("matplotlib") is not None else "  # needs matplotlib"
+        needs = "" if is_installed("matplotlib") else "  # needs matplotlib"
         lines.append(f"curves   danling plot {shlex.quote(_shown(directory))} -o curves.png{needs}")
     if kept:
         weights = shlex.quote(_shown(next(iter(kept.values()))))
         # The other format needs no further package.
-        suffix = "safetensors" if find_spec("safetensors") is not None else "pth"
+        suffix = "safetensors" if is_installed("safetensors") else "pth"
         trust = " --trust" if runner.stack == "deepspeed" else ""
         lines.append(f"weights  danling export {weights} model.{suffix}{trust}")
     return lines

@@ -176,6 +176,9 @@ class TrainingSession:
 
     def note_error(self, error: BaseException) -> None:
         """Note how an exception ends the run, in a training or in the rest of the program."""
+        if isinstance(error, GeneratorExit):
+            # The program has left a generator that trains, as another one leaves its loop by `break`.
+            return
         ending = ending_of(error, self.stop_reason)
         # A program that leaves without an error after its training leaves the end of the training as it is.
         if ending[0] is not None or self._is_observed:

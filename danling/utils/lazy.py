@@ -1,4 +1,4 @@
-"""Imports the submodules of a package when one of their names is first used (PEP 562)."""
+"""Imports the submodules of a package when one of their names is first used (PEP 562); which packages are installed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, without an import. A module that the program has made under its name counts."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # it is imported, and has no spec
+        return True
 
 
 def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

@@ -115,6 +115,13 @@ def test_commands_that_need_a_missing_package_say_so_or_do_without(run: Path, mo
     ]
 
 
+def test_module_that_the_program_has_made_is_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = lines(run)
+    for package in ("matplotlib", "safetensors"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    assert lines(run) == whole
+
+
 def test_missing_facts_are_not_named(run: Path) -> None:
     (run / "checkpoints" / "best.pth").rename(run / "checkpoints" / "latest")  # a pointer
     (run / "checkpoints" / "latest.pth").unlink()

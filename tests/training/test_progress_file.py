@@ -162,6 +162,9 @@ class Unfinished(Evaluated):
         (SystemExit(0), True, False, ("done", None)),
         (ArithmeticError(), False, True, ("failed", "ArithmeticError")),
         (KeyboardInterrupt(), False, True, ("stopped", "interrupt")),
+        # A generator of the program, which it leaves: as `break` ends a loop.
+        (GeneratorExit(), True, False, ("done", None)),
+        (GeneratorExit(), False, True, ("stopped", None)),
     ],
 )
 def test_an_exception_outside_of_train_is_written(
