@@ -202,7 +202,7 @@ def _position(value: Any, path: str) -> None:
         _entries({"ranks": _named(_mapping)})(value, path)
 
 
-# Attributes, buffers and `requires_grad`: an entry has a value, or one for each rank
+# Attributes, buffers, `requires_grad` and observers: an entry has a value and maybe the ranks without it, or a value for each rank
 
 
 def _kept(check: Check) -> Check:
@@ -210,6 +210,9 @@ def _kept(check: Check) -> Check:
         _mapping(value, path)
         if "value" in value:
             check(value["value"], path)
+            without = value.get("without", [])
+            is_list = isinstance(without, (list, tuple)) and all(type(rank) is int for rank in without)
+            _require(is_list, f"{path}.without", "a list of ranks", without)
             return
         _count(value.get("of"), f"{path}.of")
         _named(check)(value.get("ranks"), f"{path}.ranks")

@@ -161,6 +161,7 @@ FORMS: dict[str, Callable[[dict[str, Any]], None]] = {
     "an attribute of so many ranks": put({"of": "two", "ranks": {}}, "attributes", "number"),
     "ranks that are a list": put({"of": 1, "ranks": [1]}, "attributes", "number"),
     "a value of one rank that is a list": put({"of": 1, "ranks": {"0": [1]}}, "attributes", "number"),
+    "ranks without a value that are a number": put({"value": 1, "of": 1, "without": 5}, "attributes", "number"),
     "a value that is a list": attribute([1]),
     "a value without a kind": attribute({"items": [1]}),
     "a kind that is a number": attribute({"kind": 5}),
