@@ -72,7 +72,7 @@ from danling.workspace.workspace import without_places
 from .extensions import is_asked, load
 from .meta import MetaRunner, close_after_error
 from .parts import Parts, TorchParts
-from .reserved_names import GUARDED, SETTABLE, begin, check_assignment, check_method, guard, instead_of
+from .reserved_names import GUARDED, OFTEN_LEFT_OUT, SETTABLE, begin, check_assignment, check_method, guard, instead_of
 from .state import ElasticState, RngState, RunnerState, TrainState
 
 if TYPE_CHECKING:
@@ -1247,8 +1247,11 @@ class BaseRunner(metaclass=MetaRunner):
         def __setattr__(self, name: str, value: object) -> None:
             if GUARDED in self.__dict__:
                 check_assignment(self, name, value)
-            elif not callable(value) and name not in SETTABLE:
-                check_method(self, name, value)
+            elif not callable(value):
+                if name not in SETTABLE:
+                    check_method(self, name, value)
+            elif name in OFTEN_LEFT_OUT and "_parts" in self.__dict__:
+                self._parts.note_hook()
             super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:

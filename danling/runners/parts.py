@@ -102,6 +102,9 @@ class Parts:
         stores: RemoteStores = load("remote").RemoteStores(self.owner, self.reporter)
         return stores
 
+    def note_hook(self) -> None:
+        """A program has set one of the hooks that are left out where they do nothing."""
+
     def join(self) -> None:
         """Make what needs the other ranks. Called on all ranks."""
         owner = self.owner
@@ -241,6 +244,13 @@ class TorchParts(Parts):
             session.observers.append(MetricsInTraining(session, self.metrics, is_main=runner.is_main_process))
         if self.audits is not None:
             self.audits.observe()
+
+    def note_hook(self) -> None:
+        """Leave out no hook until the next pass, in which it is looked up which of them do something."""
+        if "loop" in vars(self):  # else the first training looks
+            self.runner._enters_contexts = True
+            self.update.moves_batches = True
+            self.loop.has_pass_hook = True
 
     def _run_window(self) -> RunWindow:
         """Return what runs the micro-batches of an update."""

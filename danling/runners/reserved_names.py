@@ -21,6 +21,9 @@ COMPONENTS = ("model", "ema", "criterion", "optimizer", "scheduler", "metrics")
 _REPLACEABLE = frozenset({"state", "device", "workspace", "seed", "id", "timestamp", "code_id", "config_id"})
 """What a user may replace by another value of the same type."""
 
+OFTEN_LEFT_OUT = frozenset({"forward_context", "on_pass_start", "to_device", "train_context"})
+"""Hooks that the loops leave out, or do not look behind, where they are the library's own and do nothing."""
+
 GUARDED = "_guarded"
 """Attribute of a runner whose `__init__` is under way: names are checked as they are set."""
 _MISSING = object()

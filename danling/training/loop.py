@@ -148,7 +148,7 @@ class TrainingLoop:
         self.has_jumped = False
         self.run_window = run_window
         self._bind_reduction = runner._bind_reduction
-        self._has_pass_hook = True
+        self.has_pass_hook = True
         """Whether `on_pass_start` may do something."""
         self._runner = runner
         self._session = session
@@ -310,7 +310,7 @@ class TrainingLoop:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
         runner = self._runner
         self._bind_reduction()
-        self._has_pass_hook = not runner._is_plain("on_pass_start")
+        self.has_pass_hook = not runner._is_plain("on_pass_start")
         runner.window.reduces = True
         runner.window.sum_reduced = self._loss.sums
         runner.window.may_divide_by_zero = self._loss.may_divide_by_zero
@@ -651,7 +651,7 @@ class TrainingLoop:
         """Call the hook of the beginning of a pass, which may freeze parameters, unfreeze them, or replace the optimizer."""
         runner = self._runner
         runner.on_pass_start(split)
-        if self._has_pass_hook:
+        if self.has_pass_hook:
             self._bind_reduction()
 
     def _trained_metrics(self) -> dict[str, float]:

@@ -459,3 +459,47 @@ def test_requested_checkpoint_survives_a_boundary_by_hand(tmp_path: Path) -> Non
         assert not runner.boundary()
         runner.train_epoch()
         assert saved and saved[0] == 1
+
+
+# Hooks that a program sets on its runner while it trains
+
+
+@pytest.mark.parametrize("hook", ["to_device", "train_context", "forward_context"])
+def test_hook_that_is_set_within_a_pass_counts_from_the_next_micro_batch(hook: str, tmp_path: Path) -> None:
+    called: list[int] = []
+
+    class Setting(Line):
+        def step(self) -> Any:
+            outcome = super().step()
+            if self.state.train.global_step == 2:
+                own = getattr(self, hook)
+
+                def noting(*data: Any) -> Any:
+                    if self.mode == "train":
+                        called.append(self.state.train.global_step)
+                    return own(*data)
+
+                setattr(self, hook, noting)
+            return outcome
+
+    with Setting(settings(tmp_path, steps=4)) as runner:
+        runner.train()
+    assert called == [2, 3]
+
+
+def test_hook_of_a_pass_that_is_set_within_the_training_may_freeze_parameters(tmp_path: Path) -> None:
+    reductions: list[Any] = []
+
+    class Setting(Line):
+        def train_step(self, data: Any) -> Any:
+            if self.state.train.global_step == 2 and not reductions:
+                self.on_pass_start = lambda split: reductions.append(self.reduction)  # type: ignore[method-assign]
+            elif self.state.train.global_step == 4:
+                reductions.append(self.reduction)
+            return super().train_step(data)
+
+    with Setting(settings(tmp_path, steps=5)) as runner:
+        runner.train()
+    before, after = reductions
+    # It is made again after the hook, for the parameters that are trained then.
+    assert after is not before
