@@ -514,7 +514,10 @@ def refusal(program: Program, left: Record) -> Verdict:
     trace = getattr(left, "trace", "")
     half = program.model.dtype == "float16" or program.settings.precision == "fp16"
     may_be_infinite = bool(program.data.nan_samples) or half or program.optimizer.no_eps
-    if program.stack.kind == "graph" and "Expected batches of a few sizes" in text:
+    of_graph = program.stack.kind == "graph" and "Expected batches of a few sizes" in text
+    # Which blocks a rank uses follows from its data: torch ends the run at the first update in which one is left out, with the setting.
+    of_ddp = program.stack.kind == "ddp" and "find_unused_parameters=True" in text
+    if of_graph or of_ddp:
         return Verdict("named", text, named=left.named)
     if left.refused_after == 0 or (may_be_infinite and text.startswith("NonFiniteError")):
         return Verdict("refused", f"{text}\n{trace}", named=left.named)
