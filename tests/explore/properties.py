@@ -110,6 +110,8 @@ def reference(runs: Runs) -> list[str]:
     program, whole = runs.plain, runs.whole
     if program.optimizer.no_eps:
         return []  # whether a gradient is 0, by which it is divided, is decided by rounding
+    if program.settings.precision == "fp16" and program.optimizer.kind == "two":
+        return []  # which of the two parts of an update overflows, only the run knows
     exact = by_hand.expected(program, runs.parts, whole)
     own = by_hand.expected(program, runs.parts, whole, exact=False)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(program.settings.precision or "", torch.float64)
