@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 class EngineReduction(GradientReduction):
     """The gradient of a model in an engine, which takes the mean over the ranks."""
 
-    keeps_gradients = False
-
     def __init__(self, runner: DeepSpeedRunner) -> None:
         super().__init__(runner)
         self.engine: Any = runner.engine
+        # From stage 2 on, the engine takes them from the parameters in each backward.
+        self.keeps_gradients = engines.zero_stage(self.engine) < 2
         self.domain = runner.data_domain
         self.device = runner.device
         self.given_norm = runner.given_settings.get("gradient_clipping")
@@ -36,6 +36,11 @@ class EngineReduction(GradientReduction):
         self._shares: list[Tensor] = []
         self._reached: set[int] = set()
         self._watches: list[Any] = []
+
+    @property
+    def kept_parameters(self) -> list[nn.Parameter]:
+        # The optimizer has flat parts of them.
+        return [parameter for _, parameter in self.runner.named_parameters() if parameter.requires_grad]
 
     def begin(self) -> None:
         """Broadcast buffers, and watch the first window, since the engine takes gradients away as they come."""

@@ -70,6 +70,11 @@ class GradientReduction:
                 break
         return self._parameters
 
+    @property
+    def kept_parameters(self) -> list[nn.Parameter]:
+        """Parameters in whose `grad` the gradients of a window add up, where `keeps_gradients`."""
+        return self.parameters
+
     def begin(self) -> None:
         """Do what has to be done before the first forward of an update."""
 

@@ -555,7 +555,7 @@ class UpdateStep:
         is_whole = getattr(runner, "pipeline", None) is None
         weighs = isinstance(window.weight, Tensor) or window.weight != 0.0
         if is_whole and weighs:
-            self._gradients = WindowGradients(runner.reduction.parameters)
+            self._gradients = WindowGradients(runner.reduction.kept_parameters)
 
     # The update
 

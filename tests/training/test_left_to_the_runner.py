@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_processes
+from support.stacks import needs_deepspeed
 from support.toys import differences, line_of, settings
 from torch import Tensor, nn
 
@@ -68,6 +69,28 @@ def config_of(root: Path | str, **more: Any) -> dict[str, Any]:
 def test_gradients_dropped_by_train_step_are_refused(way: str, where: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"before the backward of micro-batch 2 .*Remove zero_grad\(\)"):
         weights_of(config_of(tmp_path), where, WAYS[way])
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("stage", "way"), [(0, "optimizer.zero_grad()"), (0, "one parameter"), (1, "model.zero_grad()")]
+)
+def test_gradients_that_an_engine_leaves_in_the_parameters_are_not_dropped(
+    stage: int, way: str, tmp_path: Path
+) -> None:
+    engine = {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage}}}
+    with pytest.raises(ValueError, match=r"before the backward of micro-batch 2 .*Remove zero_grad\(\)"):
+        weights_of(config_of(tmp_path, **engine), "before", WAYS[way])
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("stage", "way"), [(1, "optimizer.zero_grad()"), (2, "model.zero_grad()")])
+def test_zero_grad_loses_nothing_if_an_engine_has_taken_the_gradients(stage: int, way: str, tmp_path: Path) -> None:
+    engine = {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage}}}
+    plain, zeroed = (
+        weights_of(config_of(tmp_path / str(where), **engine), where, WAYS[way]) for where in (None, "before")
+    )
+    assert differences(plain, zeroed) == []
 
 
 def refused(root: str, stack: dict[str, Any]) -> bool:
