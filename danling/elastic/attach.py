@@ -23,6 +23,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from danling.checkpoints.directory import newest_record
 from danling.config import RunnerConfig
@@ -174,6 +175,8 @@ class ElasticRanks(Observer, Extension):
         self._take_back: Callable[[], None] | None = None
         self._remembered_at = -1
         self._has_changed = self._has_finished = self._is_untold = False
+        self._has_stepped = False
+        """Whether the optimizer has stepped in the open update."""
         self._told = 0
         self._asked_in = -1
         self.repeated = 0
@@ -221,6 +224,7 @@ class ElasticRanks(Observer, Extension):
         # Before the others, so that they do not hear of an update that is not made.
         runner.observers.insert(0, self)
         runner._parts.extensions.append(self)
+        runner._parts.closers.callback(register_optimizer_step_post_hook(self._note_step).remove)
         if runner.is_main_process:
             place = JoinedRun(
                 runner.id, str(runner.workspace.dir), runner.code_id, runner.config_id, runner.timestamp, runner.seed
@@ -368,8 +372,12 @@ class ElasticRanks(Observer, Extension):
         if self._member.should_regroup and membership is not None and self._asked_in != membership.generation:
             self._asked_in = membership.generation
             session.request("regroup")
+        self._has_stepped = False
         self._take_back = self._runner._parts.recompute.remember()
         self._remembered_at = self._runner.state.train.attempted
+
+    def _note_step(self, *_: object) -> None:
+        self._has_stepped = self._has_stepped or self._runner._parts.keys.in_update
 
     def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
         self._member.check()
@@ -450,6 +458,12 @@ class ElasticRanks(Observer, Extension):
             # It was made: what follows it is due.
             self._runner._parts.loop.is_at_boundary = True
             return False
+        if self._has_stepped:
+            raise RuntimeError(
+                "Expected no collective in optimizer_step() after the step of the optimizer, with elastic.enabled. Received: one that "
+                f"failed, since a rank has ended: the step of update {self._runner.state.train.global_step + 1} cannot be taken back. "
+                "Call it before super().optimizer_step(), or in update_ended() of an observer."
+            )
         take_back()
         return True
 

@@ -112,6 +112,7 @@ class Shards:
         self._domain = domain
         self._optimizer: torch.optim.Optimizer = runner.optimizer
         self._parameters = self._listed()
+        self._ids = [*map(id, self._parameters)]
         self._sizes = tuple(parameter.nbytes for parameter in self._parameters)
         self.held: frozenset[int] = frozenset()
         self._phase = _WHOLE
@@ -122,11 +123,11 @@ class Shards:
         self._incoming: tuple[int, dict[int, dict[str, Any]]] = (0, {})
         """Steps and parts that have come in a change which is not complete yet."""
         self._plan: tuple[object, list[list[list[nn.Parameter]]]] = (None, [])
-        hooks = [
-            self._optimizer.register_step_pre_hook(lambda *_: self._before_step()),
-            self._optimizer.register_step_post_hook(lambda *_: self._after_step()),
-        ]
-        for hook in hooks:
+        self._left_out: list[tuple[nn.Parameter, Tensor | None]] = []
+        """Gradients of other parts, while the optimizer steps."""
+        self._before = self._optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        self._after = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
+        for hook in (self._before, self._after):
             runner._parts.closers.callback(hook.remove)
         vars(runner)["model_states"] = ShardedStates(runner, self)
         if member.joins:
@@ -151,14 +152,15 @@ class Shards:
     def begin_update(self) -> None:
         """Begin an update; refuse another optimizer than that whose state was divided."""
         self._has_stepped = False
-        optimizer = self._runner.optimizer
-        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
-        if optimizer is not self._optimizer or count != len(self._parameters):
+        if self._runner.optimizer is not self._optimizer or [*map(id, self._listed())] != self._ids:
             raise ValueError(
-                "Expected the optimizer and the parameters of construction with elastic.shard_state. Received: another optimizer, or a "
-                "group that was added. Give it all parameters in __init__, with requires_grad_(False) where they train later, or unset "
-                "elastic.shard_state."
+                "Expected the optimizer and the parameters of construction with elastic.shard_state. Received: another optimizer, or "
+                "other parameters in its groups, or in another order. Give it all parameters in __init__, with requires_grad_(False) "
+                "where they train later, or unset elastic.shard_state."
             )
+        # Hooks of the program see whole gradients before the step, and all weights after it.
+        self._optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
+        self._optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
 
     def keep_own(self) -> None:
         """Drop the state of other parts, where all of it was loaded."""
@@ -187,12 +189,16 @@ class Shards:
             # All ranks have come through the change, so that older parts are not needed any more.
             self.keep_own()
         self._stepped = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
-        for index in self._stepped:
-            if index not in self.held:
-                self._parameters[index].grad = None
+        others = [self._parameters[index] for index in self._stepped if index not in self.held]
+        self._left_out = [(parameter, parameter.grad) for parameter in others]
+        for parameter in others:
+            parameter.grad = None
         self._phase = _STEPPED
 
     def _after_step(self) -> None:
+        for parameter, gradient in self._left_out:
+            parameter.grad = gradient
+        self._left_out = []
         if self._domain.size > 1 and not self._succeeds(self._share_weights) and not self._decide():
             self._phase = _TORN
             raise MembershipChanged

@@ -84,6 +84,22 @@ def test_rank_that_ends_before_the_training_ends_the_others_with_a_plain_error(t
     assert {note["error"] for note in ended.notes if "error" in note} == {"RuntimeError"}
 
 
+@pytest.mark.parametrize("shards", [False, True])
+def test_collective_that_fails_after_the_step_is_an_error(shards: bool, tmp_path: Path) -> None:
+    # The step cannot be taken back, and the update would be made twice.
+    variables = {
+        "KIND": "collecting",
+        "ROOT": str(tmp_path),
+        "SETTINGS": json.dumps({"steps": 6, "evaluate_interval": None}),
+        "ELASTIC": json.dumps({"shard_state": shards}),
+    }
+    ended = run_ranks(training.noted_error, 3, tmp_path / "report", variables=variables)
+    texts = [note["text"] for note in ended.notes if note.get("error") == "RuntimeError"]
+    assert len(texts) == 2
+    assert all("the step of update 3 cannot be taken back" in text for text in texts)
+    assert "Every rank that had the state of the run has died" in ended.verdict
+
+
 def test_second_training_of_a_start_is_refused(tmp_path: Path) -> None:
     ended = run_ranks(training.two_trainings, 2, tmp_path / "report", variables={"ROOT": str(tmp_path)})
     assert ended.codes == [0, 0]

@@ -178,6 +178,31 @@ def test_parts_are_even_and_each_is_on_two_ranks(ranks: int) -> None:
         assert sum(index in each for each in found) == min(ranks, 2)
 
 
+def _hooked(directory: Path, **more: str) -> Ended:
+    variables = {
+        "KIND": "hooked",
+        "ROOT": str(directory),
+        "SETTINGS": json.dumps({"steps": 4, "evaluate_interval": None}),
+        "ELASTIC": json.dumps({"shard_state": True}),
+        **more,
+    }
+    return run_ranks(training.noted_error, 3, directory / "report", variables=variables)
+
+
+def test_hooks_of_the_optimizer_see_whole_gradients_and_all_weights(tmp_path: Path) -> None:
+    ended = _hooked(tmp_path)
+    seen = [(note["stale"], note["missing"]) for note in ended.notes if "stale" in note]
+    assert not ended.verdict
+    assert seen == [(0, 0)] * 12
+
+
+def test_parameters_in_another_order_are_refused(tmp_path: Path) -> None:
+    ended = _hooked(tmp_path, MOVED="1")
+    texts = [note["text"] for note in ended.notes if note.get("error") == "ValueError"]
+    assert len(texts) == 3
+    assert all("in another order" in text for text in texts)
+
+
 class _Own(torch.optim.SGD):
     pass
 

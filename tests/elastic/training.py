@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 import danling as dl
@@ -101,6 +102,53 @@ class Net(dl.Runner):
 
     def membership_changed(self, before: int, after: int) -> None:
         self.changes.append((before, after))
+
+
+class Hooked(Net):
+    """Looks at weights and gradients in hooks of the optimizer."""
+
+    not_saved = (*Net.not_saved, "seen", "missing", "is_hooked")
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.seen: list[torch.Tensor] = []
+        self.missing = 0
+        self.is_hooked = False
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer.register_step_post_hook(lambda *_: self._look())
+
+    def on_pass_start(self, split: str) -> None:
+        super().on_pass_start(split)
+        if split == "train" and not self.is_hooked:
+            self.is_hooked = True
+            self.optimizer.register_step_pre_hook(lambda *_: self._count())
+            if os.environ.get("MOVED"):
+                self.optimizer.param_groups[0]["params"].reverse()
+
+    def _count(self) -> None:
+        self.missing += sum(parameter.grad is None for parameter in self.model.parameters())
+
+    def _look(self) -> None:
+        self._count()
+        self.seen = [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        stale = sum(not torch.equal(one, other) for one, other in zip(self.seen, self.model.parameters()))
+        note(stale=stale, missing=self.missing)
+
+
+class Collecting(Net):
+    """Makes a collective after the step; one rank ends before it in the third update."""
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        if self.state.train.global_step == 2 and self.rank == 2 and os.environ["DANLING_ELASTIC_JOINS"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.zeros(1))
+
+
+_KINDS = {"": Net, "hooked": Hooked, "collecting": Collecting}
 
 
 class Striker(Observer):
@@ -261,7 +309,7 @@ def elastic_rank() -> None:
         faulthandler.register(signal.SIGUSR1, file=file)
     config = settings(workspace_root=os.environ["ROOT"], elastic={"enabled": True, **_elastic()})
     config["dir"] = os.environ["ROOT"] + "/run"
-    with Net(config) as runner:
+    with _KINDS[os.environ.get("KIND", "")](config) as runner:
         assert runner._parts.elastic is not None
         number = runner._parts.elastic._member.number
         faults = Storm(number) if "STORM" in os.environ else Faults(number)
@@ -290,7 +338,7 @@ def noted_error() -> None:
     try:
         elastic_rank()
     except BaseException as error:
-        note(error=type(error).__name__)
+        note(error=type(error).__name__, text=str(error))
         raise
 
 
