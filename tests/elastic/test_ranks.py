@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.process_tree import descendants, seconds_since_boot
+from support.processes import server_processes
 
 from . import mutated, plain_loop, training
 from .supervised import Ended, run_ranks
@@ -117,11 +121,18 @@ def test_fewer_ranks_than_needed_save_and_end(undisturbed: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_workers_of_loaders_are_started_again(undisturbed: str, tmp_path: Path) -> None:
-    loaders = {"global_batch_size": 16, "micro_batch_size": 4, "num_workers": 2}
-    ended = _train(2, "1:leaf:15:kill", tmp_path, {**_SETTINGS, "dataloader": loaders})
-    assert not ended.verdict and ended.hashes == {undisturbed}
+@pytest.mark.timeout(300)
+def test_workers_of_loaders_are_started_again(tmp_path: Path) -> None:
+    begun = seconds_since_boot()
+    short = {"steps": 24}  # each pass, which has few updates, starts workers
+    digest, _ = training.train(str(tmp_path / "alone"), **short)
+    loaders = {"global_batch_size": 16, "micro_batch_size": 4, "num_workers": 2, "multiprocessing_context": "fork"}
+    ended = _train(2, "1:leaf:15:kill", tmp_path, {**short, "dataloader": loaders})
+    assert not ended.verdict and ended.hashes == {digest}
     assert any(note.get("changes") for note in ended.notes)
+    # A worker of torch's looks every five seconds whether the process that it reads for is there.
+    while descendants(os.getpid(), without=server_processes(), since=begun):
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
