@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import threading
@@ -50,23 +51,28 @@ class WorkerInit:
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user is not None:
             self.user(worker_id)
-        if _is_left_behind():
-            os._exit(1)
+        _end_with_parent()
 
 
-def _is_left_behind() -> bool:
-    """Whether the process that started this worker is gone.
+def _end_with_parent() -> None:
+    """End this worker when the process that started it is gone.
 
     A worker of torch ends when its parent changes, but it looks who that is only from here on: one that was left behind before would
-    wait for ever.
+    wait for ever. So would one whose parent is the fork server, which lives as long as its workers do.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() == parent.pid:
-        return False
+    if parent is None:
+        return
     method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method()
-    if method == "forkserver":  # the parent of a worker is the server
-        return not parent.is_alive()
-    return True
+    if method == "forkserver":
+        threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+    elif os.getppid() != parent.pid:
+        os._exit(1)
+
+
+def _exit_after(process: multiprocessing.process.BaseProcess) -> None:
+    process.join()
+    os._exit(1)
 
 
 @contextmanager

@@ -239,7 +239,7 @@ def begin(number):
     # The second worker begins when the process that started it is gone.
     while {killed} and number == 1 and os.getppid() == main: time.sleep(0.01)
 if __name__ == "__main__":
-    options = dict(num_workers=2, persistent_workers={persistent}, worker_init_fn=begin)
+    options = dict(num_workers=2, persistent_workers={persistent}, worker_init_fn=begin, multiprocessing_context={method!r})
     loader = DataLoader(Numbers(), Share(), batch_size=2, **options)
     iterator = iter(loader)
     next(iterator)
@@ -249,21 +249,26 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("end", "persistent", "body"),
+    ("end", "persistent", "body", "method"),
     [
-        ("pass", True, "pass"),
-        ("raise SystemExit(3)", False, "pass"),
-        ("os.kill(os.getpid(), 9)", True, "pass"),
-        pytest.param("pass", False, "pass", marks=pytest.mark.slow),
-        pytest.param("pass", False, "time.sleep(100 if index > 3 else 0)", marks=pytest.mark.slow),  # is stuck
+        ("pass", True, "pass", None),
+        ("raise SystemExit(3)", False, "pass", None),
+        ("os.kill(os.getpid(), 9)", True, "pass", None),
+        ("os.kill(os.getpid(), 9)", True, "pass", "forkserver"),
+        pytest.param("pass", False, "pass", None, marks=pytest.mark.slow),
+        pytest.param("pass", False, "time.sleep(100 if index > 3 else 0)", None, marks=pytest.mark.slow),  # is stuck
     ],
 )
-def test_process_ends_and_leaves_no_worker(tmp_path: Any, end: str, persistent: bool, body: str) -> None:
+def test_process_ends_and_leaves_no_worker(
+    tmp_path: Any, end: str, persistent: bool, body: str, method: str | None
+) -> None:
     script = tmp_path / "job.py"
     killed = "kill" in end
-    script.write_text(textwrap.dedent(SCRIPT).format(persistent=persistent, end=end, body=body, killed=killed))
+    script.write_text(
+        textwrap.dedent(SCRIPT).format(persistent=persistent, end=end, body=body, killed=killed, method=method)
+    )
     # One that is killed does nothing at its end; the others end as the interpreter does.
-    python = interpreter() if killed else sys.executable
+    python = interpreter() if killed and method is None else sys.executable
     environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     result = subprocess.run([python, str(script)], env=environment, timeout=120, check=False, **pipes)
