@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,14 +208,13 @@ def test_ranks_are_replaced_as_often_as_the_setting_says(limit: int) -> None:
         assert answer["may"] is (limit == 1) and answer["others_continue"]
 
 
-def test_death_on_another_machine_is_no_death_of_a_process_with_its_number() -> None:
-    with _run(2) as (_, peers, agent):
-        there = _Peer(_, agent=1, host="there")
-        peers.pop(1).channel.close()
-        there.say("exit", pid=101, code=0)
-        _until(lambda: there.hears("replace"))
-        agent.say("exit", pid=101, code=-9)
-        assert _until(lambda: agent.hears("replace"))["may"]
+def test_replacement_that_ends_at_birth_is_replaced_where_another_machine_has_a_rank_of_its_number() -> None:
+    with _run(2) as (coordinator, _, _):
+        there = _Peer(coordinator, agent=1, host="there")
+        there.say("exit", pid=101, code=1)
+        answer = _until(lambda: there.hears("replace"))
+        assert answer["may"] and answer["others_continue"]
+        assert coordinator.side.living == {0, 1}
         there.channel.close()
 
 
@@ -248,11 +249,22 @@ def test_many_messages_are_read_in_turn_and_a_long_line_is_refused() -> None:
 
 
 def test_rank_that_has_ended_by_itself_does_not_end_its_agent() -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    link = AgentLink.__new__(AgentLink)
-    link.pids = {ended.pid}
-    link._hear({"kind": "kill", "pid": ended.pid})
+    # No process has this number, so that none is killed for it.
+    ended = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
+    rank = subprocess.Popen(["sleep", "1000"])
+    with _run(1) as (coordinator, _, _):
+        link = AgentLink(f"127.0.0.1:{coordinator.port}", 1)
+        link.pids = {ended, rank.pid}
+        try:
+            machine = _until(lambda: [each for each in coordinator._peers if each.agent == 1])[0]
+            machine.channel.send({"kind": "kill", "pid": ended})
+            machine.channel.send({"kind": "kill", "pid": rank.pid})
+            assert _until(lambda: rank.poll() or not link.is_alive) == -signal.SIGKILL
+            assert link.is_alive
+        finally:
+            rank.kill()
+            rank.wait()
+            link.close()
 
 
 def _rounds_end(coordinator: Coordinator, first: int) -> Callable[[], None]:
