@@ -54,6 +54,16 @@ class JointState(MutableMapping[Any, Any]):
         """Return the state of a parameter, or `default`; no state is begun."""
         return self[key] if key in self else default  # noqa: SIM401
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter, which begins as `default`."""
+        return self._owner(key).state.setdefault(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove the state of a parameter and return it, or `default`; no state is begun."""
+        if default and key not in self:
+            return default[0]
+        return self._owner(key).state.pop(key)
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self._owner(key).state[key] = value
 

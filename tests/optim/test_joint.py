@@ -147,6 +147,22 @@ def test_looking_at_a_state_that_has_not_begun_leaves_none() -> None:
         optimizer.state[torch.zeros(1)]
 
 
+@pytest.mark.parametrize("kind", [JointOptimizer, lambda adam, sgd: Adam([*adam.param_groups[0]["params"]])])
+def test_state_that_has_not_begun_is_set_and_removed_as_that_of_one_optimizer(
+    kind: Callable[..., torch.optim.Optimizer],
+) -> None:
+    model = Pair()
+    state: Any = kind(*members(model)).state
+    weight = model.first.weight
+    assert state.pop(weight, "none") == "none" and not state
+    with pytest.raises(KeyError):
+        state.pop(weight)
+    begun = {"mine": 1}
+    assert state.setdefault(weight, begun) is begun and state[weight] is begun
+    assert state.setdefault(weight, {}) is begun
+    assert state.pop(weight) is begun and weight not in state
+
+
 def test_what_no_member_would_see_is_refused() -> None:
     optimizer: Any = JointOptimizer(*members(Pair()))
     with pytest.raises(ValueError, match="add_param_group of one of"):
