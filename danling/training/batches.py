@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -199,7 +200,7 @@ def call_model(model: Any, inputs: object) -> object:
 
 
 def count_samples(data: object) -> int:
-    """Return the number of samples of a batch: the first dimension of its first tensor, else 1.
+    """Return the number of samples of a batch: the first dimension of its first tensor, which may be in a field of a dataclass; else 1.
 
     A batch of another library says by itself how many it has: of graphs `num_graphs`, of neighbours that were sampled around some
     nodes `batch_size`, the number of these.
@@ -219,7 +220,15 @@ def count_samples(data: object) -> int:
                 return told
         return len(data)
     told = told_count(data, "num_graphs", "batch_size")
-    return 1 if told is None else told
+    if told is not None:
+        return told
+    if is_dataclass(data) and not isinstance(data, type):
+        values = [getattr(data, field.name, None) for field in fields(data)]
+        for value in values:
+            is_container = isinstance(value, (Tensor, Mapping, Sequence)) or is_dataclass(value)
+            if is_container and not isinstance(value, (str, bytes, type)):
+                return count_samples(value)
+    return 1
 
 
 def count_tokens(data: object) -> int:

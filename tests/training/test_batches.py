@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from support.language import Encoding, Output, TinyForCausalLM, TinyForMaskedLM, encode, sentences
 from torch import Tensor, nn
 
+import danling as dl
 from danling.data import PLACEHOLDER, Batch
 from danling.runners import TorchRunner
 from danling.training import (
@@ -307,3 +310,53 @@ def test_integer_targets_weigh_their_number_without_the_ignored_ones(
     for shape in ((size,), (1, size)):
         target = torch.tensor(labels, dtype=torch.int64).to(kind).reshape(shape)
         assert criterion_weight(nn.CrossEntropyLoss(ignore_index=ignored), target, None) == expected
+
+
+@dataclass
+class Points:
+    """A batch of a form of the user's."""
+
+    parts: dict[str, Tensor]
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Described:
+    note: str
+    points: Points = field(repr=False)
+
+
+def test_samples_of_a_dataclass_are_those_of_its_first_tensor() -> None:
+    points = Points({"x": torch.zeros(3, 2), "y": torch.zeros(3)})
+    assert (
+        count_samples(points) == count_samples(Described("abc", points)) == count_samples((points, torch.zeros(3))) == 3
+    )
+    assert count_samples(Points) == 1
+
+
+class Fitted(dl.Runner):
+    def __init__(self, config: dl.RunnerConfig) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(2, 1, bias=False).double()
+        nn.init.zeros_(self.model.weight)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        points = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
+        sizes = points.split([3, 1])
+        self.dataloaders = {"train": [Points({"x": part, "y": part.square().sum(1, keepdim=True)}) for part in sizes]}
+
+    def train_step(self, data: Points) -> tuple[None, None]:
+        self.backward((self.model(data.parts["x"]) - data.parts["y"]).square().mean())
+        return None, None
+
+
+def test_micro_batches_of_dataclasses_are_weighed_by_their_samples(tmp_path: Path) -> None:
+    config = dl.RunnerConfig(seed=1, epochs=1, accum_steps=2, dir=str(tmp_path / "run"), log=False)
+    with Fitted(config) as runner:
+        runner.train()
+        trained = runner.model.weight.detach()
+        assert runner.state.train.samples == 4
+    points = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
+    weight = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    (points @ weight.T - points.square().sum(1, keepdim=True)).square().mean().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(trained, -0.1 * weight.grad, rtol=1e-12, atol=0.0)
