@@ -26,6 +26,7 @@ from danling.elastic.agent import AgentLink
 from danling.elastic.coordinator import Coordinator
 from danling.elastic.wire import ADDRESS, JOINS, TOKEN
 
+from . import training
 from .wire import Wire
 
 _LONGEST_SILENCE = 100.0
@@ -45,12 +46,44 @@ class Ended:
     lost_agent: bool = False
 
     @property
+    def ends(self) -> list[dict[str, Any]]:
+        """What ranks have noted that have come to the end."""
+        return [note for note in self.notes if "end" in note]
+
+    @property
     def hashes(self) -> set[str]:
-        return {note["end"] for note in self.notes if "end" in note}
+        return {note["end"] for note in self.ends}
 
     @property
     def repeated(self) -> int:
-        return max((note["repeated"] for note in self.notes if "end" in note), default=0)
+        return max((note["repeated"] for note in self.ends), default=0)
+
+    def check_changes(self) -> None:
+        """Expect a training that has come to its end through changes, in each of which at most one update was made again."""
+        assert not self.verdict
+        assert any(note["changes"] for note in self.ends)
+        assert all(note["repeated"] <= len(note["changes"]) for note in self.ends)
+
+
+def train_ranks(
+    ranks: int,
+    directory: Path,
+    *,
+    faults: str = "",
+    settings: Mapping[str, Any] | None = None,
+    elastic: Mapping[str, Any] | None = None,
+    function: Callable[[], object] = training.elastic_rank,
+    **variables: str,
+) -> Ended:
+    """Train on elastic ranks in a directory until all have ended."""
+    variables = {
+        "FAULTS": faults,
+        "ROOT": str(directory),
+        "SETTINGS": json.dumps(settings or {}),
+        "ELASTIC": json.dumps(elastic or {}),
+        **variables,
+    }
+    return run_ranks(function, ranks, directory / "report", variables=variables)
 
 
 def _enter(function: Callable[[], object], variables: Mapping[str, str], directory: str) -> None:

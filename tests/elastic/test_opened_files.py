@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from guarantees.test_kill_at_every_call import has_strace
 
-from . import training
 from .opened import traced_files
-from .supervised import Ended, run_ranks
+from .supervised import Ended, train_ranks
 
 _NEEDS_STRACE = pytest.mark.skipif(
     not has_strace(), reason="strace is not installed, or may not look into a process of ours"
@@ -38,15 +36,10 @@ def _in_change(notes: list[dict[str, Any]], pid: int, opened: list[tuple[float, 
 @pytest.mark.parametrize("victim", [pytest.param(0, id="the main process"), pytest.param(1, id="another rank")])
 @pytest.mark.parametrize("tool", ["audit", pytest.param("strace", marks=_NEEDS_STRACE)])
 def test_rank_that_is_left_opens_no_checkpoint_and_no_program(victim: int, tool: str, tmp_path: Path) -> None:
-    variables = {
-        "FAULTS": f"{victim}:leaf:15:kill",
-        "ROOT": str(tmp_path),
-        "SETTINGS": json.dumps({"steps": 120, "checkpoint": {"interval": 2, "async_enabled": False}}),
-        "OPENED": tool,
-    }
-    ended = run_ranks(training.elastic_rank, 3, tmp_path / "report", variables=variables)
+    settings = {"steps": 120, "checkpoint": {"interval": 2, "async_enabled": False}}
+    ended = train_ranks(3, tmp_path, faults=f"{victim}:leaf:15:kill", settings=settings, OPENED=tool)
     assert not ended.verdict and -9 in ended.codes
-    survivors = {note["pid"]: note for note in ended.notes if "end" in note and note["changes"][0][0] == 3}
+    survivors = {note["pid"]: note for note in ended.ends if note["changes"][0][0] == 3}
     assert len(survivors) == 2
     opened = _opened(ended, tmp_path)
     has_seen = False
