@@ -54,17 +54,7 @@ class MetricSet:
         cls, metrics: object, *, domain: Domain | None = None, device: torch.device | None = None, exact: bool = False
     ) -> MetricSet:
         """Return a `MetricSet` of whatever the user gave: `None`, one metric, or a mapping of metrics by name."""
-        if isinstance(metrics, MetricSet):
-            wrapped = metrics
-        elif metrics is None:
-            wrapped = cls({})
-        elif isinstance(metrics, (Mapping, nn.ModuleDict)) and not hasattr(metrics, "compute"):
-            wrapped = cls(dict(metrics.items()))
-        elif isinstance(metrics, nn.ModuleDict):
-            wrapped = cls({"": metrics})
-        else:
-            named = getattr(metrics, "name", None) or getattr(metrics, "__name__", None)
-            wrapped = cls({named if isinstance(named, str) else type(metrics).__name__.lower(): metrics})
+        wrapped = metrics if isinstance(metrics, MetricSet) else cls(metrics_by_name(metrics))
         wrapped._meters.exact = exact
         for name, metric in wrapped._objects.items():
             mergeable = bool(holders(metric)) or callable(getattr(metric, "merge_state", None))
@@ -180,6 +170,18 @@ class MetricSet:
             if value is not None:
                 result.update({".".join(part for part in path if part): v for path, v in _flat((name,), value)})
         return result
+
+
+def metrics_by_name(metrics: object) -> dict[str, Any]:
+    """Return by name the metrics of whatever the user gave; under `""` an object that names its metrics itself."""
+    if metrics is None:
+        return {}
+    if isinstance(metrics, (Mapping, nn.ModuleDict)) and not hasattr(metrics, "compute"):
+        return dict(metrics.items())
+    if isinstance(metrics, (nn.ModuleDict, MetricSet)):
+        return {"": metrics}
+    named = getattr(metrics, "name", None) or getattr(metrics, "__name__", None)
+    return {named if isinstance(named, str) else type(metrics).__name__.lower(): metrics}
 
 
 class TrainMetrics(MetricSet):

@@ -10,6 +10,7 @@ from danling.config.lock import SettingsLock
 from danling.data.run_data import RunData
 from danling.distributed import CollectiveCalls, collective_timeout
 from danling.metrics import Meters, MetricSet, TrainMetrics
+from danling.metrics.collection import metrics_by_name
 from danling.reporting import Reporter
 from danling.reporting.record import RunRecorder
 from danling.training import TrainingSession
@@ -171,12 +172,28 @@ class TorchParts(Parts):
         """Make the metrics of evaluation and of training from those that the user has set."""
         runner, config = self.runner, self.runner.config
         is_exact = config.gradient_sum == "canonical"
-        self._given_metrics = runner.metrics
+        self._given_metrics = metrics_by_name(runner.metrics)
         self.metrics = MetricSet.wrap(
             runner.metrics, domain=runner.placement.metrics, device=runner.device, exact=is_exact
         )
         names = config.train_metrics
         self.train_metrics = TrainMetrics(self.metrics, names, runner.meters) if names else None
+
+    def _has_other_metrics(self) -> bool:
+        if "metrics" not in vars(self.runner):
+            # A property of the program's, which may make new objects each time.
+            return False
+        given, now = self._given_metrics, metrics_by_name(self.runner.metrics)
+        return given.keys() != now.keys() or any(given[name] is not metric for name, metric in now.items())
+
+    def check_metrics(self) -> None:
+        """Refuse metrics that were set after construction: nothing would compute them. May be called on one rank."""
+        if self._has_other_metrics():
+            raise ValueError(
+                "Expected self.metrics as it was when the runner was constructed, which evaluations compute. Received: "
+                f"{sorted(metrics_by_name(self.runner.metrics))} instead of {sorted(self._given_metrics)}, or other objects under "
+                "these names. Set all metrics in __init__ or in build_dataloaders."
+            )
 
     def _audits(self) -> Audits | None:
         """Return what checks updates while they are made; `None` where no setting of `audit` asks for it."""
@@ -188,7 +205,7 @@ class TorchParts(Parts):
     def complete(self) -> None:
         """Make what trains and evaluates. Model, optimizer, schedule and loaders are prepared."""
         runner, session = self.runner, self.session
-        if runner.metrics is not self._given_metrics:
+        if self._has_other_metrics():
             # A hook such as `build_dataloaders` has set others.
             self._wrap_metrics()
             self.recompute.train_metrics = self.train_metrics

@@ -120,6 +120,7 @@ class Evaluator:
         """Return the metrics of a split, or of its first `limit` batches."""
         runner = self.runner
         self._data.check(split)
+        runner._parts.check_metrics()
         self._update.check_made()  # its weights may be NaN
         quick = runner.config.audit.quick
         if quick is not None:

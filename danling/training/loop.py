@@ -240,6 +240,7 @@ class TrainingLoop:
                 "auto_resume continues from its last checkpoint."
             )
         runner._check_settings()
+        runner._parts.check_metrics()
         self._checks.check_optimizer()
         if isinstance(runner.checkpoint_manager, CheckpointManager):
             runner.checkpoint_manager.check_weights(runner.named_parameters())

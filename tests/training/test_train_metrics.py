@@ -109,12 +109,59 @@ class MeteredLate(Metered):
         self.metrics = {"late": dl.metrics.accuracy}
 
 
-def test_metrics_that_a_hook_sets_are_computed(tmp_path: Path) -> None:
-    with MeteredLate(settings(tmp_path, epochs=1)) as runner:
+class MeteredInPlace(Metered):
+    """Exchanges its metrics in the mapping that `__init__` has set."""
+
+    def build_dataloaders(self) -> None:
+        super().build_dataloaders()
+        del self.metrics["acc"]
+        self.metrics["late"] = dl.metrics.accuracy
+
+
+@pytest.mark.parametrize("program", [MeteredLate, MeteredInPlace])
+def test_metrics_that_a_hook_sets_are_computed(program: type[Metered], tmp_path: Path) -> None:
+    with program(settings(tmp_path, epochs=1)) as runner:
         runner.train()
         assert all(
             "late" in runner.results[1][split] and "acc" not in runner.results[1][split] for split in ("train", "val")
         )
+
+
+@pytest.mark.parametrize("change", ["replaced", "added", "another object", "removed"])
+def test_metrics_that_change_after_construction_are_refused(change: str, tmp_path: Path) -> None:
+    with Metered(settings(tmp_path)) as runner:
+        before = dict(runner.metrics)
+        if change == "replaced":
+            runner.metrics = {"late": dl.metrics.accuracy}
+        elif change == "removed":
+            runner.metrics = None
+        else:
+            runner.metrics["late" if change == "added" else "acc"] = lambda pred, target: 0.0
+        for call in (runner.train, lambda: runner.evaluate("val"), lambda: runner.train_epoch("train")):
+            with pytest.raises(ValueError, match=r"Expected self\.metrics as it was .* Set all metrics in __init__"):
+                call()
+        # The same metrics in another mapping are no change.
+        runner.metrics = before
+        runner.train()
+        assert {"acc", "torch.f1"} <= runner.results[2]["val"].keys()
+
+
+class MeteredByProperty(Metered):
+    """Has its metrics in a property, which makes them each time."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "metrics":
+            super().__setattr__(name, value)
+
+    @property
+    def metrics(self) -> Any:  # type: ignore[override]
+        return {"made": lambda pred, target: 0.5}
+
+
+def test_metrics_of_a_property_are_computed(tmp_path: Path) -> None:
+    with MeteredByProperty(settings(tmp_path, epochs=1)) as runner:
+        runner.train()
+        assert runner.results[1]["val"]["made"] == 0.5
 
 
 def test_chosen_ones_by_name(tmp_path: Path) -> None:
