@@ -72,8 +72,12 @@ class ObserverStates:
 
         def put_back() -> None:
             for name, observer in list(self._observers.with_state.items()):
-                if name in copies:
+                if name not in copies:
+                    continue
+                try:
                     observer.load_state_dict(deepcopy(copies[name]))
+                except Exception as error:
+                    self._observers.drop(observer, error)
 
         return put_back
 

@@ -104,3 +104,30 @@ def test_batch_changed_by_a_step_is_refused_at_its_repetition(tmp_path: Path) ->
         # Before another update it is what the loader gave.
         recompute.remember()
         recompute.check(first)
+
+
+class Unrestorable(Lengths):
+    """Cannot load its own state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("norms")
+
+
+@pytest.mark.parametrize("critical", [False, True])
+def test_observer_that_cannot_be_put_back_is_dropped(
+    critical: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Noisy(tmp_path) as runner:
+        kind = type("Unrestorable", (Unrestorable,), {"critical": critical})
+        failing, other = kind(), Lengths()
+        runner.observers.extend([failing, other])
+        take_back = runner._parts.recompute.remember()
+        runner.train_step(batches()[0])
+        if critical:
+            with pytest.raises(KeyError, match="norms"):
+                take_back()
+            return
+        take_back()
+        # As an observer that fails in an event: it is named, and the training continues without it.
+        assert "Unrestorable failed and is dropped" in caplog.text
+        assert failing not in runner.observers and other.norms == []
