@@ -209,6 +209,7 @@ class JointOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        state_dict = dict(state_dict)  # as torch does: a hook may change its keys
         for change in self._optimizer_load_state_dict_pre_hooks.values():
             changed = change(self, state_dict)
             state_dict = state_dict if changed is None else changed

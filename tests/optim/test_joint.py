@@ -182,6 +182,14 @@ def test_hooks_of_saving_and_loading_are_called() -> None:
     assert seen == ["save", "load 1", "loaded"]
 
 
+def test_hook_of_loading_does_not_change_the_given_state() -> None:
+    optimizer = stepped(Pair())
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: state.update(mine=1))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert "mine" not in state
+
+
 def test_states_keep_their_dtypes_where_torch_would_cast_them() -> None:
     """As DeepSpeed's engine loads them: torch casts the state of a parameter in half precision."""
     parameters = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
