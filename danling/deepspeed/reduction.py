@@ -65,8 +65,8 @@ class EngineReduction(GradientReduction):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate a loss through the engine, which reduces the gradient in the last backward of a window."""
         self.engine.set_gradient_accumulation_boundary(last)
-        # The weight takes the place of the engine's own division by the number of micro-batches. A loss that the model has returned and
-        # that weighs 1 is an output of the engine, whose gradient it divides before it knows better: a copy is none.
+        # The weight takes the place of the engine's own division by the number of micro-batches. Its hook on the outputs of the model
+        # divides until its hook on the loss has run. Where the loss is such an output, that one runs too late: a copy is no output.
         self.engine.backward(loss.clone(), scale_wrt_gas=False)
 
     def held(self) -> list[Tensor]:

@@ -192,8 +192,8 @@ def settle_buckets(model: DistributedDataParallel, world: Domain) -> None:
     """
     module = model.module
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    # Hooks of the user's are not to be called with a gradient of zeros, and a sparse gradient has no zeros. A rank may have hooks alone, as
-    # the one that logs.
+    # Hooks of the user's are not to be called with a gradient of zeros, and a sparse gradient has no zeros. The ranks decide together:
+    # only one of them may have hooks, such as the one that logs.
     has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
     gives_sparse = any(getattr(each, "sparse", False) for each in module.modules())
     is_changed = bool(model._comm_hooks) or model.mixed_precision is not None
