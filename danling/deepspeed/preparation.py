@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from danling.checkpoints.errors import CheckpointMismatch
@@ -54,8 +55,14 @@ class EnginePreparation(ModelPreparation):
         return model
 
     def held(self, parameter: Tensor) -> Tensor:
-        # From stage 3 on a parameter is empty, and this rank's share of it an attribute.
-        return super().held(getattr(parameter, "ds_tensor", parameter))
+        # From stage 3 on a parameter is empty, and this rank's share of it an attribute. Shares are equally long: where the elements do
+        # not divide, the last ones end in memory that nobody has written.
+        share = getattr(parameter, "ds_tensor", None)
+        if share is None:
+            return super().held(parameter)
+        group = parameter.ds_process_group  # type: ignore[attr-defined]
+        own = parameter.ds_numel - dist.get_rank(group) * share.numel()  # type: ignore[attr-defined]
+        return super().held(share.flatten()[: max(own, 0)])
 
     def unwrap(self, model: object) -> Any:
         return model.module if model is not None and model is self.runner.engine else model  # type: ignore[attr-defined]
