@@ -133,9 +133,10 @@ class JointOptimizer(Optimizer):
         return self.named[name]
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all members, in a new list."""
-        return [group for member in self.optimizers for group in member.param_groups]
+    def param_groups(self) -> tuple[dict[str, Any], ...]:  # type: ignore[override]
+        """The groups of all members."""
+        # No list: a group that is appended to it would be lost in silence.
+        return tuple(group for member in self.optimizers for group in member.param_groups)
 
     @param_groups.setter
     def param_groups(self, groups: object) -> None:

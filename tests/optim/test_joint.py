@@ -170,6 +170,8 @@ def test_what_no_member_would_see_is_refused() -> None:
     for name in ("state", "param_groups"):
         with pytest.raises(ValueError, match=rf"Received: JointOptimizer\.{name} = "):
             setattr(optimizer, name, {})
+    with pytest.raises(AttributeError):
+        optimizer.param_groups.append({"params": [nn.Parameter(torch.ones(1))]})
 
 
 def test_hooks_of_saving_and_loading_are_called() -> None:
