@@ -132,8 +132,8 @@ class JointOptimizer(Optimizer):
     def __getitem__(self, name: str) -> Optimizer:
         return self.named[name]
 
-    @property
-    def param_groups(self) -> tuple[dict[str, Any], ...]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def param_groups(self) -> tuple[dict[str, Any], ...]:
         """The groups of all members."""
         # No list: a group that is appended to it would be lost in silence.
         return tuple(group for member in self.optimizers for group in member.param_groups)
