@@ -256,8 +256,10 @@ class AgentLink:
                     return  # the agent of the first machine has ended; the ranks end by themselves
                 now = time.monotonic()
                 if now - before >= _LOOK_SECONDS:
-                    stopped = [pid for pid in self.pids if _state(pid) == "T"]
-                    self._channel.send({"kind": "stopped", "pids": stopped, "seconds": now - before})
+                    states = {pid: _state(pid) for pid in self.pids}
+                    stopped, traced = ([pid for pid, state in states.items() if state == each] for each in "Tt")
+                    message = {"kind": "stopped", "pids": stopped, "traced": traced, "seconds": now - before}
+                    self._channel.send(message)
                     before = now
 
     def _hear(self, message: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from danling.training.extension import Extension
 from danling.training.session import EndOfPass, EvaluationStopped
 from danling.utils.observers import Observer
 
+from .coordinator import describe_death
 from .member import Member, Membership, TrainingComplete, is_lost_collective, is_started_elastic
 from .metrics_file import missing_records, without_later
 from .reconfigure import check_supported
@@ -641,7 +642,7 @@ class ElasticRanks(Observer, Extension):
         step = runner.state.train.global_step
         if not runner.is_main_process:
             return
-        lost = [_described(each) for each in now.lost]
+        lost = [describe_death(each) for each in now.lost]
         what = "; ".join(lost) if lost else "A rank joins"
         again = f"; update {step + 1} is made again" if repeats else ""
         logger.warning(
@@ -656,14 +657,3 @@ class ElasticRanks(Observer, Extension):
         recent, runner._parts.reporter.trackers.recent = runner._parts.reporter.trackers.recent, None
         runner._parts.reporter.trackers.log(figures, step)
         runner._parts.reporter.trackers.recent = recent
-
-
-def _described(death: Mapping[str, Any]) -> str:
-    """Return who has gone, and how."""
-    code = death.get("code")
-    how = "ended"
-    if code is not None and code < 0:
-        how = f"was killed by signal {-code}"
-    elif code:
-        how = f"ended with exit code {code}"
-    return f"Rank {death['member']} (process {death['pid']} on {death['host']}) {how}"

@@ -9,7 +9,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,8 @@ _REPEAT_SECONDS, _LONGEST_REPEAT_SECONDS = 0.03, 1.0
 _READ_SECONDS = 0.001
 """For each rank that is asked: the answers of a thousand take longer to read than of two."""
 _TICK_SECONDS = 0.05
+_ENDED = "ended"
+"""How a rank ended of which nothing is known but that."""
 _MOST_STRANGERS = 64
 """Connections that have not said the token yet. With one more the oldest is closed; a rank says it at once, and tries again."""
 _LONGEST_TICK_SECONDS = 1.0
@@ -58,6 +60,10 @@ class Peer:
     host: str = ""
     stopped_for: float = 0.0
     silent_for: float = 0.0
+    is_traced: bool = False
+    """Whether a debugger has stopped it."""
+    ended_for: str = ""
+    """Why the coordinator has it killed."""
     trains: bool = False
     has_finished: bool = False
 
@@ -89,7 +95,7 @@ class Coordinator:
         self.token = secrets.token_hex(16)
         self.verdict = ""
         self.deaths: dict[int, dict[str, Any]] = {}
-        """Of dead members: pid, host, exit code if it is known, and the time."""
+        """Of dead members: pid, host, the time, and `how` it ended."""
         self._listener = socket.create_server((host, 0), backlog=512)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -140,7 +146,9 @@ class Coordinator:
                 now = time.monotonic()
                 self._tick(now, min(now - before, _LONGEST_TICK_SECONDS))
                 before = now
-            except (StateLost, StatesDiffer) as error:
+            except StateLost as error:
+                self._end(f"{error} {self._last_deaths()}")
+            except StatesDiffer as error:
                 self._end(str(error))
             except Exception:
                 logger.exception("The coordinator of the elastic ranks failed.")
@@ -224,6 +232,7 @@ class Coordinator:
     def _note_death(self, peer: Peer) -> None:
         assert peer.member is not None
         death = {"member": peer.member, "pid": peer.pid, "host": peer.host, "time": time.time()}
+        death["how"] = peer.ended_for or _ENDED
         self.deaths[peer.member] = death
         if self._is_complete:
             return
@@ -241,6 +250,11 @@ class Coordinator:
             self._change = Change(time.monotonic())
         self._change.lost.append(death)
         self._count_death()
+
+    def _last_deaths(self) -> str:
+        """Return what the ranks that had the state died of, for the end of a run."""
+        deaths = self._change.lost if self._change is not None else []
+        return f"{'; '.join(map(describe_death, deaths))}."
 
     def _count_death(self) -> None:
         self._deaths_in_update += 1
@@ -272,6 +286,7 @@ class Coordinator:
         kind = message["kind"]
         if peer.agent is not None:
             if kind == "stopped":
+                self._note_traced(peer.host, set(message["traced"]))
                 self._note_stopped(peer.host, set(message["pids"]), float(message["seconds"]))
             elif kind == "exit":
                 self._note_exit(peer.host, int(message["pid"]), int(message["code"]))
@@ -313,8 +328,9 @@ class Coordinator:
         for peer in [each for each in self._peers if each.member is not None and (each.pid, each.host) == (pid, host)]:
             self._read_last(peer)
         for death in self.deaths.values():
-            if (death["pid"], death["host"]) == (pid, host):
-                death["code"] = code
+            is_of_it = (death["pid"], death["host"]) == (pid, host)
+            if is_of_it and code and death["how"] == _ENDED:
+                death["how"] = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def _read_last(self, peer: Peer) -> None:
         self._hear_waiting(peer)
@@ -388,11 +404,11 @@ class Coordinator:
         awaited = set(self.side.awaited if self.side.generation else ())
         limit = self.settings.wait_seconds
         for peer in self._peers:
-            peer.silent_for = peer.silent_for + passed if peer.member in awaited else 0.0
+            is_silent = peer.member in awaited and not peer.is_traced
+            peer.silent_for = peer.silent_for + passed if is_silent else 0.0
             if peer.silent_for > limit:
-                logger.warning("Rank %s has not answered for %g s: it is ended.", peer.member, limit)
                 peer.silent_for = 0.0
-                self._kill(peer)
+                self._kill(peer, f"did not answer for {limit:g} s (elastic.wait_seconds), and was killed")
 
     def _report(self) -> None:
         self._change = None
@@ -400,6 +416,11 @@ class Coordinator:
         if members - self._taken_in:
             self._failed_births = 0
         self._taken_in |= members
+
+    def _note_traced(self, host: str, pids: set[int]) -> None:
+        for peer in self._peers:
+            if peer.member is not None and peer.host == host:
+                peer.is_traced = peer.pid in pids
 
     def _note_stopped(self, host: str, pids: set[int], seconds: float) -> None:
         """End ranks that have been stopped for long while another one waits for them."""
@@ -412,12 +433,14 @@ class Coordinator:
             for peer in members:
                 peer.stopped_for = 0.0
         for peer in of_host:
-            if peer.stopped_for > self.settings.fence_seconds:
-                logger.warning("Rank %s was stopped for %g s: it is ended.", peer.member, self.settings.fence_seconds)
+            limit = self.settings.fence_seconds
+            if peer.stopped_for > limit:
                 peer.stopped_for = 0.0
-                self._kill(peer)
+                self._kill(peer, f"was stopped for {limit:g} s (elastic.fence_seconds), and was killed")
 
-    def _kill(self, peer: Peer) -> None:
+    def _kill(self, peer: Peer, why: str) -> None:
+        peer.ended_for = why
+        logger.warning("Rank %s %s.", peer.member, why)
         for agent in [each for each in self._peers if each.agent is not None and each.host == peer.host]:
             agent.channel.send({"kind": "kill", "pid": peer.pid})
 
@@ -437,3 +460,8 @@ class Coordinator:
 
     def _end_message(self) -> dict[str, Any]:
         return {"kind": "end", "generation": self.side.generation, "why": self.verdict}
+
+
+def describe_death(death: Mapping[str, Any]) -> str:
+    """Return who has gone, and how."""
+    return f"Rank {death['member']} (process {death['pid']} on {death['host']}) {death['how']}"

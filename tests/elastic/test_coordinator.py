@@ -21,7 +21,7 @@ from danling.elastic.agent import AgentLink
 from danling.elastic.coordinator import Coordinator
 from danling.elastic.wire import TOKEN, Channel, Closed, connect
 
-_SETTINGS = {"least": 1, "wait_seconds": 0.3, "fence_seconds": 0.3, "replacements": None}
+_SETTINGS: dict[str, Any] = {"least": 1, "wait_seconds": 0.3, "fence_seconds": 0.3, "replacements": None}
 
 
 class _Peer:
@@ -162,14 +162,41 @@ def test_silent_rank_is_ended_and_busy_one_is_not() -> None:
         assert _until(lambda: agent.hears("kill"))["pid"] == 101
 
 
+def test_silent_rank_under_a_debugger_is_not_ended() -> None:
+    with _run(3) as (coordinator, peers, agent):
+        agent.say("stopped", pids=[], traced=[100], seconds=0.1)
+        _until(lambda: any(peer.is_traced for peer in coordinator._peers))
+        # The other two do not answer, and one of them is under a debugger.
+        peers.pop(2).channel.close()
+        assert _until(lambda: agent.hears("kill"))["pid"] == 101
+        assert [message["pid"] for message in agent.heard if message["kind"] == "kill"] == [101]
+        agent.say("stopped", pids=[], traced=[], seconds=0.1)
+        _until(lambda: (agent.hears("kill") or {})["pid"] == 100)
+
+
+def test_end_of_a_run_says_what_the_last_ranks_died_of() -> None:
+    with _run(2) as (coordinator, peers, agent):
+        late = _Peer(coordinator, pid=105)
+        late.say("ready", generation=0, handle="h", progress=-1, digest="")
+        peers.pop(1).channel.close()
+        agent.say("exit", pid=101, code=-9)
+        # The other one does not answer, and is ended for that.
+        _until(lambda: agent.hears("kill"))
+        peers.pop(0).channel.close()
+        why = _until(lambda: late.hears("end"))["why"]
+        assert "Rank 1 (process 101 on here) was killed by signal 9; Rank 0" in why
+        assert "did not answer for 0.3 s (elastic.wait_seconds), and was killed." in why
+        late.channel.close()
+
+
 def test_stopped_rank_is_ended_unless_all_are_stopped() -> None:
     with _run(2) as (_, _peers, agent):
         for _ in range(10):
-            agent.say("stopped", pids=[100, 101], seconds=0.1)
+            agent.say("stopped", pids=[100, 101], traced=[], seconds=0.1)
             time.sleep(0.02)
         assert agent.hears("kill") is None
         for _ in range(10):
-            agent.say("stopped", pids=[101], seconds=0.1)
+            agent.say("stopped", pids=[101], traced=[], seconds=0.1)
             time.sleep(0.02)
         assert _until(lambda: agent.hears("kill"))["pid"] == 101
 
@@ -225,7 +252,7 @@ def test_replacement_that_is_stopped_does_not_keep_a_complete_run_waiting() -> N
             peer.say("finished")
         _until(lambda: not coordinator.side.roster or coordinator.side.living <= {late.welcome["member"]})
         for _ in range(10):
-            agent.say("stopped", pids=[105], seconds=0.1)
+            agent.say("stopped", pids=[105], traced=[], seconds=0.1)
         assert _until(lambda: agent.hears("kill"))["pid"] == 105
 
 
