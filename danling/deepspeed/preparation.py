@@ -56,7 +56,7 @@ class EnginePreparation(ModelPreparation):
 
     def held(self, parameter: Tensor) -> Tensor:
         # From stage 3 on a parameter is empty, and this rank's share of it an attribute. Shares are equally long: where the elements do
-        # not divide, the last ones end in memory that nobody has written.
+        # not divide, the last ones end in memory that has not been written.
         share = getattr(parameter, "ds_tensor", None)
         if share is None:
             return super().held(parameter)
