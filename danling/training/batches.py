@@ -174,7 +174,7 @@ def criterion_loss(criterion: Any, pred: object, target: Any) -> Any:
             raise
         raise ValueError(
             "Expected a batch with a target for the criterion: (input, target), or a mapping with a key 'target'. Received: a batch "
-            "without. Return one from the dataset, or override `compute_loss`."
+            "without. Return one from the dataset, which for an autoencoder is the input again, or override `compute_loss`."
         ) from error
 
 

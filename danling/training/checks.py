@@ -266,9 +266,18 @@ class ComponentChecks(Observer):
         """Refuse to train without an optimizer. May be called on one rank."""
         if self._runner.optimizer is None:
             built = "`build_optimizer` returned none. " if is_overridden(self._runner, "build_optimizer") else ""
+            own = [name for name, value in vars(self._runner).items() if isinstance(value, torch.optim.Optimizer)]
+            if len(own) > 1:
+                entries = ", ".join(f"{name!r}: self.{name}" for name in own)
+                raise ValueError(
+                    f"Expected an optimizer. Received: optimizer=None, and optimizers in {listed([f'self.{name}' for name in own])}. Write "
+                    f"self.optimizer = {{{entries}}} in __init__, and in train_step for each of them: with "
+                    f"self.optimizing({own[0]!r}): self.backward(loss), which also makes the update."
+                )
+            own_one = f"You have set `self.{own[0]}`: did you mean `self.optimizer`? " if own else ""
             raise ValueError(
-                f"Expected an optimizer. Received: optimizer=None. {built}Assign `self.optimizer` in __init__, several as one "
-                "dl.optim.JointOptimizer, or set `optim.type`."
+                f"Expected an optimizer. Received: optimizer=None. {built}{own_one}Assign `self.optimizer` in __init__, several by name "
+                'as {"first": first, "second": second}, or set `optim.type`.'
             )
 
     def check_optimizer(self) -> None:

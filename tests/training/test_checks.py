@@ -203,6 +203,15 @@ def lbfgs(runner: Small) -> None:
     runner.optimizer = torch.optim.LBFGS(runner.model.parameters())
 
 
+def named_otherwise(*names: str) -> Any:
+    def make(runner: Small) -> None:
+        runner.optimizer = None
+        for name in names:
+            setattr(runner, name, torch.optim.SGD(runner.model.parameters()))
+
+    return make
+
+
 SLIPS: dict[str, tuple[Any, str]] = {
     "model": (nn.Linear, "Make an instance of it"),
     "criterion": (nn.CrossEntropyLoss, r"Write CrossEntropyLoss\(\)"),
@@ -213,14 +222,19 @@ SLIPS: dict[str, tuple[Any, str]] = {
     "dataloaders": ({"train": iter([1])}, "iterated again in each of 3 epochs"),
     "a metric of an evaluation": (plateau, "an evaluation split for ReduceLROnPlateau"),
     "a closure": (lbfgs, "LBFGS, whose step calls a closure"),
-    "none": (lambda runner: setattr(runner, "optimizer", None), "Received: optimizer=None"),
+    "of none": (lambda runner: setattr(runner, "optimizer", None), "Received: optimizer=None"),
+    "one under another name": (named_otherwise("adam"), "You have set `self.adam`: did you mean `self.optimizer`"),
+    "two under other names": (
+        named_otherwise("opt_g", "opt_d"),
+        "{'opt_g': self.opt_g, 'opt_d': self.opt_d} in __init__",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SLIPS)
 def test_a_slip_among_the_components_is_refused(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     value, expected = SLIPS[name]
-    made = value if " " in name or name == "none" else lambda runner: setattr(runner, name, value)
+    made = value if " " in name else lambda runner: setattr(runner, name, value)
     with pytest.raises(ValueError, match=expected):
         warnings_of(tmp_path, caplog, made=made)
 
