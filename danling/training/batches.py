@@ -205,6 +205,12 @@ def count_samples(data: object) -> int:
     A batch of another library says by itself how many it has: of graphs `num_graphs`, of neighbours that were sampled around some
     nodes `batch_size`, the number of these.
     """
+    samples = countable_samples(data)
+    return 1 if samples is None else samples
+
+
+def countable_samples(data: object) -> int | None:
+    """Return the number of samples of a batch as `count_samples` does; `None` for an object in which they cannot be counted."""
     if isinstance(data, (tuple, list)) and data and isinstance(data[0], Tensor):
         data = data[0]
     if isinstance(data, Tensor):
@@ -214,7 +220,7 @@ def count_samples(data: object) -> int:
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
         for item in data:
             if isinstance(item, (Tensor, Mapping, Sequence)) and not isinstance(item, (str, bytes)):
-                return count_samples(item)
+                return countable_samples(item)
             told = told_count(item, "num_graphs", "batch_size")
             if told is not None:
                 return told
@@ -227,8 +233,8 @@ def count_samples(data: object) -> int:
         for value in values:
             is_container = isinstance(value, (Tensor, Mapping, Sequence)) or is_dataclass(value)
             if is_container and not isinstance(value, (str, bytes, type)):
-                return count_samples(value)
-    return 1
+                return countable_samples(value)
+    return None
 
 
 def count_tokens(data: object) -> int:
@@ -551,7 +557,8 @@ class BatchLoss:
         self._data = data
         # A step of the user's own takes batches apart in its own way.
         self._learns = not is_overridden(runner, "train_step")
-        self._warns = runner.is_main_process and not is_overridden(runner, "batch_weight")
+        self._own_weight = is_overridden(runner, "batch_weight")
+        self._warns = runner.is_main_process and not self._own_weight
 
     @property
     def sums(self) -> bool:
@@ -591,6 +598,9 @@ class BatchLoss:
                     shapes_of(data),
                     ", ".join(TARGET_NAMES),
                 )
+        # Of an object of the user's, only the loader knows how many samples it has.
+        if target is None and batch.samples is not None and not self._own_weight and countable_samples(data) is None:
+            return float(batch.samples), samples
         return self._runner.batch_weight(data, target), samples
 
     def weight_of_model(self, data: object, target: object) -> float | Tensor:

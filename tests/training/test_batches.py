@@ -360,3 +360,47 @@ def test_micro_batches_of_dataclasses_are_weighed_by_their_samples(tmp_path: Pat
     (points @ weight.T - points.square().sum(1, keepdim=True)).square().mean().backward()
     assert weight.grad is not None
     torch.testing.assert_close(trained, -0.1 * weight.grad, rtol=1e-12, atol=0.0)
+
+
+class Pair:
+    """A batch whose samples no reader can count."""
+
+    def __init__(self, samples: list[tuple[Tensor, Tensor]]) -> None:
+        self.x, self.y = (torch.stack(column) for column in zip(*samples))
+
+
+class FittedPairs(dl.Runner):
+    def __init__(self, config: dl.RunnerConfig) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(2, 1, bias=False).double()
+        nn.init.zeros_(self.model.weight)
+        points = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
+        samples = list(zip(points, points.square().sum(1, keepdim=True)))
+        self.datasets = {"train": samples, "val": samples}
+
+    def evaluate_step(self, data: Pair) -> tuple[Tensor, Tensor]:
+        pred = self.unwrapped_model(data.x)
+        return pred, (pred - data.y).square().mean()
+
+    def train_step(self, data: Pair) -> tuple[Tensor, Tensor]:
+        pred = self.model(data.x)
+        loss = (pred - data.y).square().mean()
+        self.backward(loss)
+        return pred, loss
+
+
+def test_micro_batches_of_other_objects_weigh_what_the_loader_has_read(tmp_path: Path) -> None:
+    config = dl.RunnerConfig(seed=1, epochs=1, accum_steps=2, dir=str(tmp_path / "run"), log=False)
+    loader = {"batch_size": 3, "shuffle": False, "drop_last": False, "collate_fn": Pair}
+    config.merge({"dataloader": loader, "optim": {"type": "sgd", "lr": 0.1}})
+    with FittedPairs(config) as runner:
+        runner.train()
+        trained = runner.model.weight.detach()
+        evaluated = runner.latest_result["val"]["loss"]
+    points = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
+    weight = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    (points @ weight.T - points.square().sum(1, keepdim=True)).square().mean().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(trained, -0.1 * weight.grad, rtol=1e-12, atol=0.0)
+    loss = (points @ trained.T - points.square().sum(1, keepdim=True)).square().mean()
+    assert evaluated == pytest.approx(float(loss), rel=1e-12)
