@@ -53,8 +53,12 @@ class MetaRunner(type):
                 runner.__init__(*args, **kwargs)
             except AttributeError as error:
                 if "_parts" in vars(runner) or error.obj is not runner:
+                    note_unbuilt(runner, error)
                     raise
                 forgotten = error  # without the library's `__init__` nothing of it is there
+            except Exception as error:
+                note_unbuilt(runner, error)
+                raise
             finally:
                 vars(runner).pop(GUARDED, None)
                 make_absent_keys(vars(runner).pop("_opened_again", ()))
@@ -74,6 +78,15 @@ class MetaRunner(type):
             close_after_error(runner, error)
             raise
         return runner
+
+
+def note_unbuilt(runner: Any, error: Exception) -> None:
+    """Say in an error of the user's `__init__` about `None` that the optimizer is made later."""
+    if "NoneType" in str(error) and getattr(runner, "optimizer", runner) is None:
+        error.add_note(
+            "In __init__, self.optimizer is None: the runner makes it of `optim.type` afterwards. Make it there, or make the schedule "
+            "in an override of `build_scheduler`, or by `scheduler.type`."
+        )
 
 
 def close_after_error(runner: Any, failure: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -57,6 +57,7 @@ from danling.training.batches import returned_loss
 from danling.training.canonical_sum import CanonicalReduction
 from danling.training.checks import (
     check_components,
+    check_kinds,
     check_modes,
     check_reduced,
     check_retries,
@@ -174,13 +175,22 @@ class TorchRunner(BaseRunner):
     def _build_optimizer(self) -> None:
         is_described = self.config.get("optim", None) or is_overridden(self, "build_optimizer")
         if self.optimizer is None and is_described:
-            self.optimizer = self._parts.built_optimizer = self.build_optimizer()
+            self.optimizer = self._parts.built_optimizer = self._built("optimizer")
 
     def _build_scheduler(self) -> None:
         is_described = self.config.get("scheduler", None) or is_overridden(self, "build_scheduler")
         is_missing = self.scheduler is None and self.optimizer is not None
         if is_missing and is_described:
-            self.scheduler = self._parts.checks.built_scheduler = self.build_scheduler()
+            self.scheduler = self._parts.checks.built_scheduler = self._built("scheduler")
+
+    def _built(self, component: str) -> Any:
+        """Call `build_optimizer` or `build_scheduler`. Many programs assign the component there and return nothing."""
+        made = getattr(self, f"build_{component}")()
+        if made is not None:
+            setattr(self, component, made)
+        self._join_components()
+        check_kinds(self.optimizer, self.scheduler)
+        return getattr(self, component)
 
     def __post_init__(self) -> None:
         """Finish construction, restore the checkpoint, and warn of settings without an effect."""
@@ -386,7 +396,9 @@ class TorchRunner(BaseRunner):
             return
         checks = self._parts.checks
         if self.scheduler is checks.built_scheduler:
-            self.scheduler = checks.built_scheduler = rebuilt(self.scheduler, self.optimizer, self.build_scheduler)
+            self.scheduler = checks.built_scheduler = rebuilt(
+                self.scheduler, self.optimizer, partial(self._built, "scheduler")
+            )
         elif self.is_main_process:
             logger.warning(
                 "The budget is now %s=%s. `self.scheduler` was made by your program and keeps its length. Return it from "

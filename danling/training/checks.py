@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -72,23 +72,7 @@ def check_components(runner: TorchRunner) -> None:
         raise ValueError(
             f"Expected `self.criterion` to be a callable (pred, target) -> loss. Received: criterion={criterion!r}.{made}"
         )
-    is_scheduler = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, type)
-    if scheduler is not None and not is_scheduler:
-        raise ValueError(
-            f"Expected `self.scheduler` to be a scheduler with a method step(). Received: scheduler={scheduler!r}. Make one over "
-            "self.optimizer, or name it in `scheduler.type` and let the runner build it."
-        )
-    if isinstance(optimizer, (list, tuple)):
-        raise ValueError(
-            f"Expected `self.optimizer` to be one optimizer. Received: a {type(optimizer).__name__} of {len(optimizer)}. Hold them "
-            'together, danling.optim.JointOptimizer(first, second), or by name, {"first": first, "second": second}.'
-        )
-    is_optimizer = hasattr(optimizer, "param_groups") and not isinstance(optimizer, type)
-    if optimizer is not None and not is_optimizer:
-        raise ValueError(
-            f"Expected `self.optimizer` to be a torch.optim.Optimizer. Received: optimizer={optimizer!r}. Make one over "
-            "self.model.parameters(), or name it in `optim.type` and let the runner build it."
-        )
+    check_kinds(optimizer, scheduler)
     if optimizer is not None:
         trained = {id(parameter) for _, parameter in runner.named_parameters() if parameter.requires_grad}
         optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -125,6 +109,34 @@ def check_components(runner: TorchRunner) -> None:
                     f"Expected a loader of split {split!r} that can be iterated again in each of {runner.epochs} epochs. Received: a "
                     f"{type(data).__name__}, which ends for good. Pass an iterable with __iter__, such as a DataLoader."
                 )
+
+
+def check_kinds(optimizer: Any, scheduler: Any) -> None:
+    """Refuse an optimizer or a scheduler that is none."""
+    is_scheduler = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, type)
+    if scheduler is not None and not is_scheduler:
+        raise ValueError(
+            f"Expected `self.scheduler` to be a scheduler with a method step(). Received: scheduler={scheduler!r}. Make one over "
+            "self.optimizer, or name it in `scheduler.type` and let the runner build it."
+        )
+    missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(scheduler, name, None))]
+    if scheduler is not None and missing:
+        raise ValueError(
+            f"Expected `self.scheduler` to be a scheduler that a checkpoint can hold. Received: a {type(scheduler).__name__} without "
+            f"{' and '.join(missing)}. Derive it from torch.optim.lr_scheduler.LRScheduler, or give it both: a dictionary of its numbers, "
+            "and what puts them back."
+        )
+    if isinstance(optimizer, (list, tuple)):
+        raise ValueError(
+            f"Expected `self.optimizer` to be one optimizer. Received: a {type(optimizer).__name__} of {len(optimizer)}. Hold them "
+            'together, danling.optim.JointOptimizer(first, second), or by name, {"first": first, "second": second}.'
+        )
+    is_optimizer = hasattr(optimizer, "param_groups") and not isinstance(optimizer, type)
+    if optimizer is not None and not is_optimizer:
+        raise ValueError(
+            f"Expected `self.optimizer` to be a torch.optim.Optimizer. Received: optimizer={optimizer!r}. Make one over "
+            "self.model.parameters(), or name it in `optim.type` and let the runner build it."
+        )
 
 
 def is_columns(data: tuple[object, ...]) -> bool:

@@ -270,6 +270,59 @@ def test_overridden_builders_need_no_section(tmp_path: Path) -> None:
         assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**6)
 
 
+def test_overridden_builders_may_assign_what_they_make(tmp_path: Path) -> None:
+    class Assigned(Line):
+        def build_optimizer(self) -> None:
+            self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.01)
+
+        def build_scheduler(self) -> None:
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (step + 1))
+
+    config = settings(tmp_path, steps=6)
+    del config["optim"]
+    with Assigned(config) as runner:
+        runner.train()
+        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 7)
+        runner.config.steps = 9
+        runner.train()
+        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 10)
+
+
+class Halving:
+    """A schedule without a state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.param_groups[0]["lr"] /= 2
+
+
+@pytest.mark.parametrize(
+    ("hook", "made", "said"),
+    [
+        ("build_scheduler", lambda self: Halving(self.optimizer), "a Halving without state_dict and load_state_dict"),
+        ("build_optimizer", lambda self: [torch.optim.SGD(self.model.parameters())], "Received: a list of 1."),
+    ],
+)
+def test_what_an_overridden_builder_makes_is_checked_as_what_init_makes(
+    hook: str, made: Any, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        type("Built", (Line,), {hook: made})(settings(tmp_path, steps=6))
+
+
+def test_an_error_of_init_that_needs_the_optimizer_says_where_it_is_made(tmp_path: Path) -> None:
+    class Early(Line):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+
+    with pytest.raises(TypeError, match="NoneType") as caught:
+        Early(settings(tmp_path, steps=6))
+    assert "`build_scheduler`" in "".join(caught.value.__notes__)
+
+
 # step and optimizer_step
 
 
