@@ -272,10 +272,10 @@ def test_overridden_builders_need_no_section(tmp_path: Path) -> None:
 
 def test_overridden_builders_may_assign_what_they_make(tmp_path: Path) -> None:
     class Assigned(Line):
-        def build_optimizer(self) -> None:
+        def build_optimizer(self) -> Any:
             self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.01)
 
-        def build_scheduler(self) -> None:
+        def build_scheduler(self) -> Any:
             self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (step + 1))
 
     config = settings(tmp_path, steps=6)

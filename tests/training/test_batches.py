@@ -396,7 +396,7 @@ def test_micro_batches_of_other_objects_weigh_what_the_loader_has_read(tmp_path:
     with FittedPairs(config) as runner:
         runner.train()
         trained = runner.model.weight.detach()
-        evaluated = runner.latest_result["val"]["loss"]
+        evaluated = runner.evaluate("val")["val"]["loss"]
     points = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
     weight = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
     (points @ weight.T - points.square().sum(1, keepdim=True)).square().mean().backward()
