@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Subset
 
 import danling
 from danling.metrics.scores import metric_of
@@ -166,6 +167,7 @@ class RunRecorder(Observer):
             "evaluated": split in runner.evaluate_splits,
             "loader": _kind(loader),
             "transform": _described(getattr(data, "transform", None)),
+            "chosen": _chosen(data),
             "shuffled": bool(shuffle) if dataset is not None else None,
             "workers": getattr(loader, "num_workers", 0),
         }
@@ -184,12 +186,17 @@ def changed_parts(earlier: Mapping[str, Any], record: Mapping[str, Any]) -> list
         for kind in sorted({*layers, *layers_now}, key=str):
             pairs.append((f"number of {kind} layers", layers.get(kind, 0), layers_now.get(kind, 0)))
     splits = earlier.get("data") or {}
+    chosen = []
     for split, data in record["data"].items():
         of_split = splits.get(split) or {}
         for name in ("kind", "transform"):
             if name in of_split:
                 pairs.append((f"{'dataset' if name == 'kind' else name} of {split}", of_split[name], data[name]))
-    return [f"{name} was {was}, is {value}" for name, was, value in pairs if was is not None and was != value]
+        was = of_split.get("chosen")
+        if was is not None and data["chosen"] is not None and was != data["chosen"]:
+            chosen.append(f"{split} has other samples of its dataset")
+    texts = [f"{name} was {was}, is {value}" for name, was, value in pairs if was is not None and was != value]
+    return texts + chosen
 
 
 def recorded(directory: Path) -> dict[str, Any]:
@@ -206,6 +213,17 @@ def _described(value: object) -> str | None:
     text = " ".join(repr(value).split())
     is_stable = value is not None and " at 0x" not in text
     return text[:_LONGEST_TEXT] if is_stable else _kind(value)
+
+
+def _chosen(data: object) -> str | None:
+    """Return a digest of the samples that a subset of a dataset has; `None` for other data, and where they are not named by numbers."""
+    if not isinstance(data, Subset):
+        return None
+    try:
+        indices = torch.as_tensor(data.indices, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return sha256(indices.numpy().tobytes()).hexdigest()[:16]
 
 
 def _layer(module: object) -> str:

@@ -206,7 +206,10 @@ class TrainingLoop:
         ends_in_evaluation = runner.is_step_mode and results.open
         if self._is_used_up() and not ends_in_evaluation:
             done = runner.state.train.global_step if runner.is_step_mode else runner.state.train.epoch
-            nothing = f"the run has completed {done} of {getattr(runner, unit)} {unit}. Raise {unit} to continue."
+            nothing = (
+                f"the run has completed {done} of {getattr(runner, unit)} {unit}. Raise {unit} to continue. If this is to be another run, "
+                "such as another fold, name in the configuration what differs, such as fold=1: then it has a directory of its own."
+            )
         elif results.patience_exhausted():
             nothing = "the patience of the run is used up. Raise patience to continue."
         if nothing is not None:

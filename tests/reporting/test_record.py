@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 import danling as dl
 
@@ -93,3 +93,43 @@ def test_resume_with_other_parts_is_warned_of_once(
     lines = [line for line in caplog.messages if "continues with other parts" in line]
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines))
+
+
+class FoldRunner(dl.Runner):
+    """One fold of a cross validation, which no key of its configuration names."""
+
+    def __init__(self, config: dl.RunnerConfig, fold: int) -> None:
+        super().__init__(config)
+        self.model = nn.Linear(4, 1)
+        self.criterion = nn.MSELoss()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        points = Points(Scaled(1.0))
+        evaluated = range(4 * fold, 4 * fold + 4)
+        self.datasets = {
+            "train": Subset(points, [index for index in range(16) if index not in evaluated]),
+            "val": Subset(points, evaluated),
+        }
+
+
+@pytest.mark.parametrize("fold", [0, 1])
+def test_resume_with_other_samples_of_a_subset_is_warned_of(
+    fold: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for epochs, number in ((1, 0), (2, fold)):
+        config = dl.RunnerConfig(
+            epochs=epochs, seed=1, dir=str(tmp_path), auto_resume=True, dataloader={"batch_size": 4}
+        )
+        with FoldRunner(config, number) as runner:
+            runner.train()
+    said = "train has other samples of its dataset; val has other samples of its dataset"
+    assert [said in line for line in caplog.messages if "continues with other parts" in line] == [True] * fold
+
+
+def test_a_fold_that_is_in_no_setting_is_told_that_its_run_is_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for fold in range(2):
+        config = dl.RunnerConfig(epochs=1, seed=1, dir=str(tmp_path), auto_resume=True, dataloader={"batch_size": 4})
+        with FoldRunner(config, fold) as runner:
+            runner.train()
+    assert any("name in the configuration what differs, such as fold=1" in line for line in caplog.messages)
