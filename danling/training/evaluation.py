@@ -44,6 +44,9 @@ logger = logging.getLogger("danling")
 
 EvaluationMode = Literal["evaluate", "infer"]
 
+_MANY_BATCHES = 1000
+"""So many batches of an evaluation are read before a stream of unknown length is named."""
+
 _PATIENCE_SECONDS = 5.0
 """How long a rank that fails waits to hear whether all of them do."""
 
@@ -110,6 +113,7 @@ class Evaluator:
         self.exact = runner.config.gradient_sum == "canonical"
         """Whether an evaluation has the same bits at any number of ranks."""
         self._has_tried = self._has_said_averaged = False
+        self._long: set[str] = set()
         self._logged_orders: set[str] = set()
         self._without_targets: set[str] = set()
         """Splits of which it was logged that no target counts."""
@@ -244,6 +248,8 @@ class Evaluator:
         source.rewind()
         placement = self.runner.placement
         batches: Iterator[Batch] = islice(source.batches(), limit)
+        if limit is None and not _has_length(source.loader):
+            batches = self._named_where_long(batches, source.split)
         if self.runner.preparation.evaluates_together:
             batches = even_out(batches, ranks=placement.optimizer, readers=placement.data, reads=source.reads)
         try:
@@ -251,6 +257,19 @@ class Evaluator:
         finally:
             self._data.end_evaluation(source)
         source.rewind()
+
+    def _named_where_long(self, batches: Iterator[Batch], split: str) -> Iterator[Batch]:
+        """Yield batches of a loader of unknown length, and say once that they are many: it may have no end."""
+        for number, batch in enumerate(batches, 1):
+            if number == _MANY_BATCHES and self.runner.is_main_process and split not in self._long:
+                self._long.add(split)
+                logger.warning(
+                    "Split %r is a stream of unknown length, of which %d batches were read by now: all of it is evaluated. For one that "
+                    "does not end, override `evaluate_epoch(self, split)` with `return self.evaluate_steps(split, 20)`.",
+                    split,
+                    number,
+                )
+            yield batch
 
     @contextmanager
     def _entered(self, split: str, mode: EvaluationMode) -> Iterator[None]:
@@ -465,3 +484,11 @@ def _has_rows(value: Any, samples: int, parts: Sequence[int] | None) -> bool:
     if not (is_rows or isinstance(value, list)):
         return False
     return len(value) == samples or (is_rows and parts is not None and len(value) == sum(parts))
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
