@@ -88,9 +88,13 @@ class ScoreBoard:
                 if self.name == "loss"
                 else ""
             )
+            fix = (
+                "Set score_split and score_name to one of them."
+                if present
+                else "If no split is to be evaluated, set evaluate_splits=[]."
+            )
             raise ValueError(
-                f"Expected the score {self.split}.{self.name} among the metrics of an evaluation. Received: {present}. Set "
-                f"score_split and score_name to one of them.{source}"
+                f"Expected the score {self.split}.{self.name} among the metrics of an evaluation. Received: {present}. {fix}{source}"
             )
 
     def finds(self, result: Mapping[str, Mapping[str, float]]) -> bool:

@@ -93,7 +93,7 @@ def _of_a_stack(verb: str, does: str) -> Callable[..., Any]:
     def method(self: BaseRunner, *args: object, **kwargs: object) -> Any:
         raise NotImplementedError(
             f"Expected {type(self).__name__} to implement `{verb}`. Subclass `danling.Runner`, which picks the stack from `config.stack`, "
-            f"or one of the stacks, such as `danling.TorchRunner`; or override `{verb}`."
+            f"or one of the stacks, such as `danling.TorchRunner`; or override `{verb}`, and call super().{verb}() in it where you need it."
         )
 
     method.__name__, method.__qualname__, method.__doc__ = verb, f"BaseRunner.{verb}", does

@@ -149,6 +149,11 @@ def note_batch(error: Exception, step: str, split: str, data: object) -> None:
     """Add to an error what a step was given, as a note."""
     of_split = f" on split {split!r}" if split else ""
     error.add_note(f"{step}{of_split} received {shapes_of(data)}")
+    if "through the graph a second time" in str(error):
+        error.add_note(
+            "If a step keeps a tensor for the next batch, such as a hidden state, detach it: self.hidden = hidden.detach(). What is in "
+            "self.carry is detached between the batches."
+        )
 
 
 def criterion_loss(criterion: Any, pred: object, target: Any) -> Any:

@@ -440,7 +440,8 @@ class ComponentChecks(Observer):
                 f"left out: {names}",
                 "Expected every parameter that requires a gradient in the optimizer. Received: a "
                 f"{type(self._runner.optimizer).__name__} without {listed(names)}, which stay as they are. Make the optimizer after the "
-                "model is complete, freeze them with requires_grad_(False), and write new values in place: parameter.copy_(values).",
+                "model is complete, over all that is to be trained at any time, freeze the rest with requires_grad_(False), and write new "
+                "values in place: parameter.copy_(values).",
             )
 
     def _look_at_rate(self) -> None:

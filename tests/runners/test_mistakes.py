@@ -330,6 +330,42 @@ def test_error_of_a_step_names_its_input(parts: dict[str, Any], said: str, capfd
     assert caught.value.__notes__ == [said]  # type: ignore[attr-defined]
 
 
+class Recurrent(Toy):
+    """Keeps the hidden state with its graph."""
+
+    def train_step(self, data: Any) -> Any:
+        kept = getattr(self, "hidden", 0.0)
+        self.hidden = self.model(data[0]).sum() + kept
+        self.backward(self.hidden)
+        return None, self.hidden
+
+
+def test_error_of_a_hidden_state_that_is_not_detached_says_so() -> None:
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        train(runner_class=Recurrent)
+    assert "self.hidden = hidden.detach()" in caught.value.__notes__[-1]  # type: ignore[attr-defined]
+
+
+def test_a_split_that_nothing_scores_is_told_how_to_leave_evaluation_out() -> None:
+    with pytest.raises(ValueError, match="among the metrics of an evaluation") as caught:
+        train(datasets={"train": DATA, "unlabelled": TensorDataset(INPUTS)})
+    assert "Received: []. If no split is to be evaluated, set evaluate_splits=[]." in str(caught.value)
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    """A stream that ends for the test's sake."""
+
+    def __iter__(self) -> Any:
+        for number in range(4 * 1001):
+            yield INPUTS[number % 4], TARGETS[number % 4]
+
+
+def test_an_evaluation_of_many_batches_of_a_stream_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    train(datasets={"train": DATA, "val": Endless()})
+    said = "Split 'val' is a stream of unknown length, of which 1000 batches were read by now"
+    assert capfd.readouterr().err.count(said) == 1
+
+
 def test_training_at_the_end_of_the_budget_names_the_way_to_continue(capfd: pytest.CaptureFixture[str]) -> None:
     with Toy(settings()) as runner:
         runner.train()
