@@ -208,7 +208,7 @@ class TrainingLoop:
             done = runner.state.train.global_step if runner.is_step_mode else runner.state.train.epoch
             nothing = (
                 f"the run has completed {done} of {getattr(runner, unit)} {unit}. Raise {unit} to continue. If this is to be another run, "
-                "such as another fold, name in the configuration what differs, such as fold=1: then it has a directory of its own."
+                "such as another fold, name in the configuration what differs, such as fold=1: then it gets another directory."
             )
         elif results.patience_exhausted():
             nothing = "the patience of the run is used up. Raise patience to continue."

@@ -340,6 +340,17 @@ class Recurrent(Toy):
         return None, self.hidden
 
 
+class Numbered(Toy):
+    def train_step(self, data: Any, number: int) -> Any:  # type: ignore[override]
+        return super().train_step(data)
+
+
+def test_error_of_a_step_with_the_number_of_the_batch_says_where_that_is() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
+        train(runner_class=Numbered)
+    assert "self.train_state.global_step" in caught.value.__notes__[-1]  # type: ignore[attr-defined]
+
+
 def test_error_of_a_hidden_state_that_is_not_detached_says_so() -> None:
     with pytest.raises(RuntimeError, match="a second time") as caught:
         train(runner_class=Recurrent)
