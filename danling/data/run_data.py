@@ -123,7 +123,7 @@ class RunData:
 
     def _no_name(self, received: object) -> TypeError:
         return TypeError(
-            f"Expected the name of a split, one of {self.names}. Received: {type(received).__name__}. Put data into `self.datasets` or "
+            f"Expected the name of a split, one of {self.names}. Received: a {type(received).__name__}. Put data into `self.datasets` or "
             "`self.dataloaders` under a name, and pass the name. How long to train is in the configuration: epochs or steps."
         )
 
