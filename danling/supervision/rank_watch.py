@@ -98,6 +98,8 @@ _EXCUSES = {
     "waiting for other replica groups": (f"{_DANLING}torchft{os.sep}", f"{os.sep}torchft{os.sep}"),
 }
 """Activities that may take any time, with parts of the paths of their source files."""
+_MAY_TAKE_LONG = ("evaluating", "checkpointing")
+"""Activities of a rank that may take any time while it computes, or waits for one that does."""
 
 
 @dataclass(frozen=True)
@@ -286,9 +288,13 @@ class RankWatch(Observer):
         self._cpu_before = self._thread.cpu_seconds()
         if not mine.waits or (has_run and mine.collective != _DEVICE):
             self._waits_since = now
+        least = self._least or math.inf
+        warns_after = max(least, _FAR_LONGER * max(self._updates, default=0.0))
+        if mine.excuse in _MAY_TAKE_LONG and now - self._waits_since > warns_after:
+            # An evaluation may take any time, but not in one collective.
+            mine = replace(mine, excuse="")
         if mine.excuse:
             self._idle_since = now
-        warns_after = max(self._least, _FAR_LONGER * max(self._updates)) if self._least and self._updates else math.inf
         limit = collective_timeout(self._runner.device) or math.inf
         # So much earlier there is just time enough to say what the ranks do.
         lead = min(max(limit / 10, 5 * _GRACE_SECONDS), 60.0, limit / 2)
@@ -340,7 +346,11 @@ class RankWatch(Observer):
             return
         texts = {rank: self._ask(f"state/{rank}") for rank in range(self._domain.size)}
         states = {rank: RankState(**json.loads(text)) if text else None for rank, text in texts.items()}
-        if alarm == WARNING and any(state is not None and state.excuse for state in states.values()):
+        excused = any(state is not None and state.excuse for state in states.values())
+        if not self._updates:
+            # How long an update takes is not known before the second one: only a job of which every rank waits is taken for a hang.
+            excused = excused or not all(state is not None and state.waits for state in states.values())
+        if alarm == WARNING and excused:
             self._idle_since = now
             self._asked = None
             return
@@ -383,7 +393,7 @@ class RankWatch(Observer):
         if self._runner.device.type != "cpu" and frame is not None and frame.f_code.co_name == "synchronize":
             waits = True
             collective = _DEVICE
-        excuse = excuse_of(frame) or (part if part in ("evaluating", "checkpointing") else "")
+        excuse = excuse_of(frame) or (part if part in _MAY_TAKE_LONG else "")
         host = self.hosts[self._rank][0]
         location = location_of(frame)
         stack = stack_text(frame)

@@ -258,6 +258,44 @@ def test_rank_in_another_collective_is_named_before_the_time_limit(tmp_path: Pat
     assert last.startswith(f"Rank {RANK} on ") and " waits in recv, called at " in last and Path(__file__).name in last
 
 
+class StuckInEvaluation(Stuck):
+    """One rank waits in its first evaluation for a message, which is sent when that was reported."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, "evaluating")
+        self.datasets["val"] = Samples()
+        self.aside = dist.new_group()
+        self.is_first = True
+
+    def send_when_said(self) -> None:
+        self.until_said()
+        dist.send(torch.zeros(1), dst=RANK, group=self.aside)
+
+    def evaluate_steps(self, split: str, steps: int | None = None) -> dict[str, float]:
+        return super().evaluate_steps(split, 2)
+
+    def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
+        is_first, self.is_first = self.is_first, False
+        if is_first and self.rank == 1:
+            threading.Thread(target=self.send_when_said).start()
+        elif is_first and self.rank == RANK:
+            dist.recv(torch.zeros(1), src=1, group=self.aside)
+        return super().evaluate_step(data)
+
+
+def evaluate_hanging(directory: Path) -> None:
+    with StuckInEvaluation(hanging(directory, 1, 2.0)) as runner:
+        runner.train()
+
+
+def test_ranks_that_all_wait_in_an_evaluation_are_reported_also_after_one_update(tmp_path: Path) -> None:
+    run_processes(evaluate_hanging, tmp_path, world_size=4, timeout=120)
+    ((head, *_, waiting, last),) = reports_of(tmp_path)
+    assert "comm.train_timeout_seconds sets after how long" in head
+    assert waiting.startswith("Ranks 0, 1, 3 on ") and " wait in all_reduce, called at " in waiting
+    assert last.startswith(f"Rank {RANK} on ") and " waits in recv, called at " in last and Path(__file__).name in last
+
+
 class Even(Stuck):
     """A run whose evaluations, saves and first update take longer than an update that hangs, on one rank or on all."""
 
