@@ -105,6 +105,10 @@ def check_class(runner: Any) -> None:
                 f"Expected {name!r} to be a property, as that of the library ({owner}) is, which reads it. Received: a method of the class "
                 f"{kind.__name__}. Put @property above it, or call it otherwise, such as 'my_{name.strip('_')}'."
             )
+        if name in ("saved", "not_saved") and isinstance(value, str):
+            raise TypeError(
+                f"Expected {name} of the class {kind.__name__} to be a tuple of names. Received: {value!r}. Write {name} = ({value!r},)."
+            )
         if name.startswith("_") or not _may_replace(original, value):
             raise _refused(f"{name} of the class {kind.__name__}", name, owner)
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 COMPARED_BYTES = 2**30
 """Most bytes of attributes to compare, in sum; a message names the others, unless the class lists them in `saved` or `not_saved`."""
+_DECLARE = "Name the attribute in `saved` on the class if training changes it, such as saved = ('teacher',), else in `not_saved`"
 _NUMBERS = (type(None), bool, int, float)
 _CONSTANTS = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, Enum, PurePath),
@@ -162,7 +163,7 @@ class AttributeSnapshot:
     Attributes:
         entries: The values, by section and name.
         objects: Objects that were met, or are saved elsewhere, by path.
-        unseen: Parts that are neither compared nor saved, by path, and why.
+        unseen: Parts that are neither compared nor saved, by path: why, and what to do.
         members: Names of the attributes of objects, by path.
     """
 
@@ -207,7 +208,7 @@ class AttributeSnapshot:
         for name, value in own_attributes(runner).items():
             entry = snapshot.attribute(name, value, declared=name in declared)
             if compared + entry.size > COMPARED_BYTES and name not in declared:
-                snapshot.unseen[name] = f"is not compared beyond {COMPARED_BYTES >> 30} GiB in sum"
+                snapshot.unseen[name] = f"is not compared beyond {COMPARED_BYTES >> 30} GiB in sum. {_DECLARE}"
             else:
                 compared += entry.size
                 snapshot.entries["attributes", name] = entry
@@ -307,10 +308,13 @@ class AttributeSnapshot:
         if not (self._is_declared and is_stateful):
             is_lazy = hasattr(own, "__next__") and not (is_stateful or isinstance(value, io.IOBase))
             if is_lazy or isinstance(value, DataLoader):
-                self.unseen[path] = "is an iterator or a loader, whose position is not saved without `state_dict`"
+                self.unseen[path] = (
+                    "is an iterator or a loader, whose position is not saved without `state_dict`: a resumed run reads it from its "
+                    "beginning. Read its samples in the dataset of a split; if the position does not matter, name it in `not_saved`"
+                )
                 return self._leave(path, kind)
             if isinstance(value, nn.Module) and {p.requires_grad for p in value.parameters()} == {False}:
-                self.unseen[path] = "is a module without trainable parameters, which is not compared"
+                self.unseen[path] = f"is a module without trainable parameters, which is not compared. {_DECLARE}"
                 return self._leave(path)
         if is_stateful:
             return self._stateful(value, path)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from danling.checkpoints.errors import CheckpointMismatch, restoring
+from danling.config.names import closest_typo
 from danling.utils.encoding import MISSING
 from danling.utils.secrets import names_secret
 
@@ -60,6 +61,7 @@ class KeptAttributes:
         self._kept: set[Key] = set()
         self._restored: dict[str, bytes] = {}
         self._named: set[str] = set()
+        self._misspelt: set[str] = set()
         self._paths: AttributeSnapshot | None = None
         """A snapshot that knows the objects of the library, which a small one at each update need not walk over."""
         self._too_large: set[str] = set()
@@ -268,11 +270,21 @@ class KeptAttributes:
             "set again after the checkpoint was restored; the run continues with the new value",
         )
         for path, reason in snapshot.unseen.items():
-            self._warn_of_unsaved(
-                [path],
-                f"{reason}. Name the attribute in `saved` on the class where training changes it, such as saved = ('teacher',), else in "
-                "`not_saved`",
-            )
+            self._warn_of_unsaved([path], reason)
+        self._warn_of_misspelt()
+
+    def _warn_of_misspelt(self) -> None:
+        """Name what `saved` and `not_saved` declare where the runner has almost such an attribute instead."""
+        runner = self._runner
+        own = sorted(vars(runner).keys() - runner.library_names)
+        for declared in ("saved", "not_saved"):
+            for name in sorted(declared_names(runner, declared) - {*own, *self._misspelt}):
+                meant = closest_typo(name, own)
+                if meant is not None and runner.is_main_process:
+                    self._misspelt.add(name)
+                    logger.warning(
+                        "`%s` names %r, which the runner does not have. Did you mean %r?", declared, name, meant
+                    )
 
     def _warn(self, names: Collection[str], what: str, *, about: str = "") -> None:
         if names and self._runner.is_main_process:

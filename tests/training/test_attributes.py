@@ -274,3 +274,38 @@ def test_the_list_of_attributes_without_an_encoding_is_bounded(
         runner.train()
     (line,) = [record.getMessage() for record in caplog.records if "have no encoding" in record.getMessage()]
     assert line.count("(a date)") == 20 and ", 6 more. A resumed run" in line
+
+
+class Misspelt(Small):
+    saved = ("teachr",)
+    not_saved = ("begun", "made_later")
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.teacher = nn.Linear(2, 2).requires_grad_(False)
+        self.begun_at = 0.0
+        self.begum = 0.0
+        self.second = iter(range(3))
+
+
+def test_a_misspelt_declaration_and_an_iterator_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"steps": 1, "dir": str(tmp_path), "log": False, "optim": {"type": "sgd", "lr": 0.1}}
+    with Misspelt(config) as runner:
+        runner.train()
+        runner.config.steps = 2
+        runner.train()
+    lines = [line for line in caplog.messages if line.startswith(("`saved`", "`not_saved`"))]
+    assert lines == [
+        "`saved` names 'teachr', which the runner does not have. Did you mean 'teacher'?",
+        "`not_saved` names 'begun', which the runner does not have. Did you mean 'begum'?",
+    ]
+    (line,) = [line for line in caplog.messages if "self.second: is an iterator" in line]
+    assert "in the dataset of a split" in line and "`saved`" not in line
+
+
+def test_one_name_as_text_is_refused_with_the_tuple(tmp_path: Path) -> None:
+    one = type("One", (Small,), {"not_saved": "begun_at"})
+    with pytest.raises(TypeError, match=r"Write not_saved = \('begun_at',\)"):
+        one({"steps": 1, "dir": str(tmp_path)})
