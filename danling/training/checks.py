@@ -44,6 +44,17 @@ _COLLAPSED = 1e-6
 _MOST_ITEMS = 256
 """Items of a list or dictionary of the program in which modules are looked for."""
 
+_AFTER_BACKWARD = (
+    "step",
+    "complete_gradients",
+    "unscale_gradients",
+    "clip_gradients",
+    "optimizer_step",
+    "train_steps",
+    "train_epoch",
+)
+"""Hooks in which a program can unscale gradients."""
+
 _ASSIGNED = ("model", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics")
 
 
@@ -382,6 +393,7 @@ class ComponentChecks(Observer):
                 f"Frozen parts of the model were in evaluation mode when training began: {listed(frozen)}. They are in training mode "
                 "now, as the whole model is: dropout draws, batch statistics move. To keep them as they were, override its `train`.",
             )
+        self._look_at_scalers()
         is_of_run = isinstance(scheduler, (WarmupScheduler, OneCycleSchedule)) or not isinstance(scheduler, LRScheduler)
         is_asked = "interval" in (runner.config.get("scheduler", None) or {})
         advances = not (runner.is_step_mode or is_asked or is_of_run) and interval_of(runner) == "step"
@@ -392,6 +404,20 @@ class ComponentChecks(Observer):
                 "and leaves this line out.",
                 type(scheduler).__name__,
                 f", {updates} times an epoch" if updates else "",
+            )
+
+    def _look_at_scalers(self) -> None:
+        """Name a loss scaler of the program's where no hook can take its scale out of the gradients again."""
+        runner = self._runner
+        if not is_overridden(runner, "train_step") or any(is_overridden(runner, hook) for hook in _AFTER_BACKWARD):
+            return
+        scalers = (torch.amp.GradScaler,)
+        names = [name for name, value in vars(runner).items() if isinstance(value, scalers) and value.is_enabled()]
+        for name in sorted(set(names) - runner.library_names):
+            self._warn(
+                f"scaler {name}",
+                f"self.{name} is a {type(vars(runner)[name]).__name__}, and nothing takes its scale out of the gradients again: an update "
+                "would be as many times too large. Set precision='fp16', with which the runner scales losses itself, and remove it.",
             )
 
     def pass_started(self, split: str) -> None:

@@ -239,6 +239,40 @@ def test_a_slip_among_the_components_is_refused(name: str, tmp_path: Path, caplo
         warnings_of(tmp_path, caplog, made=made)
 
 
+class Scaling(Small):
+    """Scales its loss as a loop by hand does."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def train_step(self, data: Any) -> Any:
+        pred = self.model(data[0])
+        loss = self.criterion(pred, data[1])
+        self.backward(self.scaler.scale(loss))
+        return pred, loss
+
+
+class Unscaling(Scaling):
+    def optimizer_step(self) -> None:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= self.scaler.get_scale()
+        super().optimizer_step()
+
+
+@pytest.mark.parametrize(("kind", "times"), [(Scaling, 1), (Unscaling, 0)])
+def test_scaler_that_nothing_undoes_is_named_once(
+    kind: type[Small], times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"steps": 2, "dir": str(tmp_path), "log": False, "optim": {"type": "sgd", "lr": 1e-9}}
+    with kind(config) as runner:
+        runner.train()
+        runner.config.steps = 4
+        runner.train()
+    assert sum("self.scaler is a GradScaler" in line for line in caplog.messages) == times
+
+
 class Tied(nn.Module):
     def __init__(self, tie: bool) -> None:
         super().__init__()
