@@ -411,12 +411,15 @@ class ComponentChecks(Observer):
         runner = self._runner
         if not is_overridden(runner, "train_step") or any(is_overridden(runner, hook) for hook in _AFTER_BACKWARD):
             return
-        scalers = (torch.amp.GradScaler,)
-        names = [name for name, value in vars(runner).items() if isinstance(value, scalers) and value.is_enabled()]
-        for name in sorted(set(names) - runner.library_names):
+        own = {name: value for name, value in vars(runner).items() if name not in runner.library_names}
+        # It may be that of another optimizer, which train_step steps.
+        if any(isinstance(value, torch.optim.Optimizer) for value in own.values()):
+            return
+        scalers = {name: value for name, value in own.items() if isinstance(value, torch.amp.GradScaler)}
+        for name in sorted(name for name, scaler in scalers.items() if scaler.is_enabled()):
             self._warn(
                 f"scaler {name}",
-                f"self.{name} is a {type(vars(runner)[name]).__name__}, and nothing takes its scale out of the gradients again: an update "
+                f"self.{name} is a {type(scalers[name]).__name__}, and nothing takes its scale out of the gradients again: an update "
                 "would be as many times too large. Set precision='fp16', with which the runner scales losses itself, and remove it.",
             )
 
