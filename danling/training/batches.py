@@ -150,7 +150,9 @@ def note_batch(error: Exception, step: str, split: str, data: object) -> None:
     of_split = f" on split {split!r}" if split else ""
     error.add_note(f"{step}{of_split} received {shapes_of(data)}")
     if isinstance(error, TypeError) and f"{step}() missing" in str(error):
-        error.add_note(f"The library calls {step}(batch). The number of the update is in self.train_state.global_step.")
+        error.add_note(
+            f"The library calls {step}(batch): take the batch apart in it. The number of the update is self.train_state.global_step."
+        )
     if "through the graph a second time" in str(error):
         error.add_note(
             "If a step keeps a tensor for the next batch, such as a hidden state, detach it: self.hidden = hidden.detach(). What is in "

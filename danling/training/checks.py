@@ -189,16 +189,32 @@ def misnamed(runner: TorchRunner, built_optimizer: object, built_scheduler: obje
         "self.metrics": runner.metrics is not None
         or is_overridden(runner, "summarize")
         or is_overridden(runner, "evaluate_step"),
+        "self.datasets": has_data,
+        "dataloader.collate_fn": not _collates_by_default(runner),
     }
     sentences = []
     for name in sorted(own - library):
         meant = METHODS_ELSEWHERE.get(name) or closest_typo(name, sorted(library))
         if meant is not None and meant not in own and not set_by_program.get(meant, False):
             sentences.append(f"The library does not call the method {name!r}: did you mean `{meant}`?")
+    for name in ("collate_fn", "data_collator"):
+        if callable(vars(runner).get(name)) and not set_by_program["dataloader.collate_fn"]:
+            sentences.append(
+                f"The library does not call `self.{name}`: did you mean `dataloader.collate_fn` of the configuration?"
+            )
     for component in (name for name, is_given in given.items() if not is_given):
         hint = _did_you_mean(component, vars(runner))
         sentences += [f"`self.{component}` is not set.{hint}"] if hint else []
     return sentences
+
+
+def _collates_by_default(runner: TorchRunner) -> bool:
+    """Whether the library builds the loaders, and no setting says how samples are made into a batch."""
+    if not runner.datasets or is_overridden(runner, "build_dataloader") or is_overridden(runner, "build_dataloaders"):
+        return False
+    section = runner.config.get("dataloader", None) or {}
+    sections = [section, *(value for value in section.values() if isinstance(value, Mapping))]
+    return not any("collate_fn" in each for each in sections)
 
 
 def _did_you_mean(component: str, present: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from support.toys import Line, settings
+from torch.utils.data import default_collate
 
 import danling as dl
 from danling.config.names import place_of
@@ -260,3 +261,34 @@ def test_optional_key_may_be_absent(tmp_path: Path) -> None:
     # The caller's object still makes sections.
     config.net.decoder.width = 4
     assert config.net.decoder.width == 4
+
+
+@pytest.mark.parametrize("where", ["method", "attribute"])
+@pytest.mark.parametrize("declared", [False, True])
+def test_how_samples_are_collated_is_named_where_no_setting_says_it(
+    where: str, declared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = type("Collating", (Line,), {"collate_fn": lambda self, samples: samples} if where == "method" else {})
+
+    def init(self: Any, config: Any) -> None:
+        super(kind, self).__init__(config)
+        if where == "attribute":
+            self.collate_fn = default_collate
+        self.datasets["val"] = self.datasets["train"]
+
+    kind.__init__ = init  # type: ignore[misc]
+    more = {"dataloader": {"batch_size": 2, "val": {"collate_fn": default_collate}}} if declared else {}
+    kind(settings(tmp_path, **more)).close()
+    assert ("did you mean `dataloader.collate_fn`" in caplog.text) != declared
+
+
+def test_hook_of_another_trainer_is_named_unless_the_hook_here_is_overridden_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = {"on_epoch_end": lambda self: None}
+    own = {"train_epoch": lambda self, split: Line.train_epoch(self, split)}
+    for methods in (hook, {**hook, **own}):
+        caplog.clear()
+        type("Hooked", (Line,), methods)(settings(tmp_path / str(len(methods)))).close()
+        said = "does not call the method 'on_epoch_end': did you mean `train_epoch`?"
+        assert (said in caplog.text) == (methods is hook)
