@@ -21,7 +21,7 @@ from typing import Any
 
 import pairs
 import torch.distributed as dist
-from step_cost import Benchmarked
+from step_cost import Benchmarked, settings_of
 from torch._C._distributed_c10d import TCPStore
 from workload import WORKLOADS, Samples, Workload, make_batches
 
@@ -66,20 +66,15 @@ def _serve(ranks: int, told: Connection) -> None:
 def _be_rank(connection: Connection, root: str, asked: argparse.Namespace, workload: Workload) -> None:
     clock = pairs.prepared(asked)
     is_elastic = ADDRESS in os.environ
-    config = {
-        "seed": 0,
-        "steps": (asked.rounds + 1) * workload.block,
-        "max_grad_norm": 1.0,
-        "log": False,
-        "log_interval": workload.block,
-        "evaluate_interval": 10**9,
-        "workspace_root": root,
-        "checkpoint": {"load_only": True},
-        "dataloader": {"global_batch_size": 4 * workload.batch_size, "micro_batch_size": workload.batch_size},
-        "gradient_sum": "canonical",
-        "optim": {"type": "adamw", "lr": 1e-3},
-        "elastic": {"enabled": is_elastic},
-    }
+    config = settings_of(
+        workload,
+        root,
+        steps=(asked.rounds + 1) * workload.block,
+        dataloader={"global_batch_size": 4 * workload.batch_size, "micro_batch_size": workload.batch_size},
+        gradient_sum="canonical",
+        optim={"type": "adamw", "lr": 1e-3},
+        elastic={"enabled": is_elastic},
+    )
     runner = Benchmarked(config, workload, Samples(make_batches(workload)))
     runner.observers.append(Turns(connection, workload.block, clock))
     runner.train()

@@ -70,23 +70,26 @@ def blocks(updates: Iterator[None], workload: Workload) -> Callable[[], None]:
     return block
 
 
-def by_runner(
-    workload: Workload, data: Any, root: str, kind: type[Benchmarked] = Benchmarked, **settings: Any
-) -> Callable[..., None]:
-    """Return a function that makes one block of updates, or so many, through `train_steps`."""
-    config = {
+def settings_of(workload: Workload, root: str, **more: Any) -> dict[str, Any]:
+    """Return the settings of a run that neither saves nor evaluates, and logs once a block."""
+    return {
         "seed": 0,
-        "steps": 0,
         "max_grad_norm": 1.0,
         "log": False,
         "log_interval": workload.block,
         "evaluate_interval": 10**9,
         "workspace_root": root,
         "checkpoint": {"load_only": True},
-        "dataloader": {"batch_size": workload.batch_size},
-        **settings,
+        **more,
     }
-    runner = kind(config, workload, data)
+
+
+def by_runner(
+    workload: Workload, data: Any, root: str, kind: type[Benchmarked] = Benchmarked, **settings: Any
+) -> Callable[..., None]:
+    """Return a function that makes one block of updates, or so many, through `train_steps`."""
+    settings = {"steps": 0, "dataloader": {"batch_size": workload.batch_size}, **settings}
+    runner = kind(settings_of(workload, root, **settings), workload, data)
 
     def block(updates: int = workload.block) -> None:
         runner.config.steps = (runner.config.steps or 0) + updates
