@@ -1,4 +1,4 @@
-"""The loop by hand with a rule broken; each function is run in a process of its own."""
+"""The loop by hand, and a training, with a rule broken; each function is run in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import distributed as dist
 
 from danling.elastic.member import Membership
 from danling.elastic.reconfigure import Group
+from danling.elastic.shards import Shards
 
-from . import plain_loop
+from . import plain_loop, training
 
 
 def skips_leave() -> None:
@@ -34,3 +35,26 @@ def puts_in_early() -> None:
 
     plain_loop.Loop.take = take  # type: ignore[method-assign]
     plain_loop.main()
+
+
+def drops_old_parts() -> None:
+    """A rank drops the parts that it does not keep as soon as it has its new ones, before the others have theirs."""
+    settle = Shards.settle
+
+    def settle_alone(self: Shards) -> None:
+        settle(self)
+        self.keep_own()
+
+    Shards.settle = settle_alone  # type: ignore[method-assign]
+    training.elastic_rank()
+
+
+def skips_vote() -> None:
+    """A rank steps as soon as it has the sums itself."""
+    succeeds = Shards._succeeds
+
+    def succeeds_at_once(self: Shards, collective: Callable[[], object]) -> bool:
+        return self._phase == "sums" or succeeds(self, collective)
+
+    Shards._succeeds = succeeds_at_once  # type: ignore[method-assign]
+    training.elastic_rank()

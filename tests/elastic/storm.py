@@ -1,7 +1,8 @@
 """Random faults of elastic ranks: at points of the program, at statements of the library, and from outside at any instant.
 
 Ranks that have the state of the run are listed in a directory, ALIVE. Whoever ends one holds its lock and leaves another one, so that a
-storm may go on for as long as the training does.
+storm may go on for as long as the training does. With STORM_ALONE, the next fault waits until the others have made an update without the
+rank of the last one: two ranks that end at once may have all there is of a part of the state.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .plain_loop import note
 
 POINTS = ("update", "leaf", "reduced", "stepped", "evaluating", "save", "saved")
 HOW = ("kill", "kill", "kill", "stop", "exit", "raise", "leave")
+_SHARD_POINTS = ("vote", "in_vote", "vote_done", "weights", "in_weights", "weights_done", "exchange", "exchange_done")
+_RARE = ("evaluating", "save", "saved", "exchange", "exchange_done")
 _RAISING = ("update", "leaf", "reduced", "stepped", "evaluating")
 """Where the program itself runs on each rank; a save on the main process fails on all ranks."""
 
@@ -44,6 +47,8 @@ STATEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
 }
 """Statements of one room: so many of them are about two passes through it, in these files."""
+_SHARDS = (400, ("elastic/shards.py",))
+_LOCK, _OPEN = "lock", "open"
 
 
 class Roll:
@@ -56,9 +61,9 @@ class Roll:
     @contextmanager
     def locked(self) -> Iterator[dict[int, int]]:
         """Hold the lock, and yield the processes by number."""
-        with open(self.directory / "lock", "w") as lock:
+        with open(self.directory / _LOCK, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            listed = {int(each.name): int(each.read_text()) for each in self.directory.iterdir() if each.name != "lock"}
+            listed = {int(each.name): int(each.read_text()) for each in self.directory.iterdir() if each.name.isdigit()}
             yield {number: pid for number, pid in listed.items() if _is_running(pid)}
 
     def enter(self, number: int) -> None:
@@ -67,8 +72,21 @@ class Roll:
             (self.directory / str(number)).write_text(str(os.getpid()))
 
     def remove(self, number: int) -> None:
-        """Forget a process; the caller holds the lock."""
+        """Forget a process that is struck; the caller holds the lock."""
         (self.directory / str(number)).unlink(missing_ok=True)
+        (self.directory / _OPEN).write_text(str(number))
+
+    @property
+    def struck(self) -> int | None:
+        """The rank that was struck last, until `close`; the caller holds the lock."""
+        file = self.directory / _OPEN
+        return int(file.read_text()) if file.exists() else None
+
+    def close(self, is_over: Callable[[int], bool]) -> None:
+        """End the last fault, if it is over for the rank that was struck."""
+        with self.locked():
+            if self.struck is not None and is_over(self.struck):
+                (self.directory / _OPEN).unlink()
 
 
 def _is_running(pid: int) -> bool:
@@ -81,8 +99,11 @@ def _is_running(pid: int) -> bool:
 class Storm:
     """The faults of one rank, in the place of `plain_loop.Faults`."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, has_shards: bool = False) -> None:
         self._number = number
+        self._alone = "STORM_ALONE" in os.environ
+        self._points = (*POINTS, *_SHARD_POINTS) if has_shards else POINTS
+        self._rooms = {**STATEMENTS, "shards": _SHARDS} if has_shards else STATEMENTS
         self._choices = random.Random(f"{os.environ['STORM']}/{number}")
         self._roll = Roll(os.environ["ALIVE"])
         self._updates = 0
@@ -111,6 +132,10 @@ class Storm:
             self._is_listed = True
             self._roll.enter(self._number)
 
+    def made_update(self, members: Collection[int]) -> None:
+        """These ranks have made an update after a change."""
+        self._roll.close(lambda struck: struck not in members)
+
     def _stepped(self) -> None:
         self._updates += 1
         if self._updates == 2:
@@ -119,6 +144,7 @@ class Storm:
         if self._waits and self._updates >= self._waits:
             # It was stopped and continued, and is certainly not killed for that any more.
             self._waits, self._is_listed = 0, False
+            self._roll.close(lambda struck: struck == self._number)
             self.has_state()
         if not self._where and self._is_listed and self._choices.random() < float(os.environ.get("STORM_RATE", "0.05")):
             self._arm()
@@ -126,13 +152,13 @@ class Storm:
     def _arm(self) -> None:
         self._how = self._choices.choice(HOW)
         if self._choices.random() < 0.3:
-            self._where = self._choices.choice(POINTS)
-            self._left = self._choices.randint(1, 2 if self._where in ("evaluating", "save", "saved") else 10)
+            self._where = self._choices.choice(self._points)
+            self._left = self._choices.randint(1, 2 if self._where in _RARE else 10)
             if self._how in ("raise", "leave") and self._where not in _RAISING:
                 self._how = "kill"
             return
-        room = self._choices.choice(list(STATEMENTS))
-        most, files = STATEMENTS[room]
+        room = self._choices.choice(list(self._rooms))
+        most, files = self._rooms[room]
         self._where, self._left = f"statement of {room}", self._choices.randint(1, most)
         self._how = self._choices.choice(("kill", "kill", "stop", "exit"))
         self._files = files
@@ -162,6 +188,8 @@ class Storm:
         with self._roll.locked() as listed:
             if not any(number != self._number for number in listed) or self._number not in listed:
                 return  # the last one that has the state
+            if self._alone and self._roll.struck is not None:
+                return
             self._roll.remove(self._number)
             if how != "stop":
                 note(struck=time.time(), how=how, where=where, number=self._number)
@@ -182,8 +210,8 @@ class Storm:
 class Gusts:
     """Faults from outside: some ranks at once, or a replacement at its birth, at any instant."""
 
-    def __init__(self, seed: str, directory: str, report: Path, *, mean_seconds: float) -> None:
-        self._choices = random.Random(seed)
+    def __init__(self, seed: str, directory: str, report: Path, *, mean_seconds: float, alone: bool = False) -> None:
+        self._choices, self._alone = random.Random(seed), alone
         self._roll, self._report, self._mean = Roll(directory), report, mean_seconds
         self._next = time.monotonic() + 1.0
         self._seen: set[int] = set()
@@ -199,9 +227,9 @@ class Gusts:
         with self._roll.locked() as listed:
             by_pid = {process.pid: process for process in living}
             there = sorted(number for number, pid in listed.items() if pid in by_pid)
-            if len(there) < 2:
+            if len(there) < 2 or (self._alone and self._roll.struck is not None):
                 return
-            count = min(self._choices.choice((1, 1, 2, len(there) - 1)), len(there) - 1)
+            count = 1 if self._alone else min(self._choices.choice((1, 1, 2, len(there) - 1)), len(there) - 1)
             for number in self._choices.sample(there, count):
                 self._roll.remove(number)
                 self._strike(by_pid[listed[number]], number, f"instant, {count} of {len(there)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.chaos import SEED, report, share
 from danling.elastic.shards import check_optimizer, owners, parts_of
 from danling.optim import JointOptimizer
 
-from . import training
+from . import mutated, training
 from .supervised import Ended, train_ranks
 
 _STEPS = 40
@@ -43,10 +44,11 @@ def _train(
     *,
     settings: dict[str, Any] = _SETTINGS,
     shards: bool = True,
+    function: Callable[[], None] = training.elastic_rank,
     **elastic: Any,
 ) -> Ended:
     elastic = {"fence_seconds": 0.3, "shard_state": shards, **elastic}
-    return train_ranks(ranks, directory, faults=faults, settings=settings, elastic=elastic)
+    return train_ranks(ranks, directory, faults=faults, settings=settings, elastic=elastic, function=function)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +67,6 @@ def _train(
         pytest.param(3, "0:evaluating:2:kill", id="in an evaluation", marks=pytest.mark.slow),
         pytest.param(3, "1:vote_done:9:abandon", id="none, but one does not hear of the vote"),
         pytest.param(3, "0:weights_done:9:abandon", id="none, but one does not get the weights"),
-        pytest.param(
-            4, "1:reduced:9:abandon;2:reduced:9:abandon", id="none, but two give an update up before the vote"
-        ),
         pytest.param(4, "0:leaf:12:kill;2:leaf:12:kill", id="two that are no neighbours at once"),
         pytest.param(4, "1:leaf:9:kill;0:exchange_done:1:abandon;3:exchange:2:kill", id="one while parts are sent"),
         pytest.param(5, "1:leaf:9:kill;3:stepped:16:exit;0:weights:24:kill", id="one after another of five"),
@@ -78,6 +77,29 @@ def test_training_ends_as_if_undisturbed(ranks: int, faults: str, undisturbed: s
     ended.check_changes()
     assert len(ended.hashes) == 1
     assert _saved(tmp_path) == undisturbed
+
+
+_TWO_GIVE_UP = "1:reduced:9:abandon;2:reduced:9:abandon"
+# The first rank has its new parts, another one gives the change up, and the third one, which had its own, ends.
+_ONE_HAS_NEW_PARTS = "0:leaf:9:kill;3:taken:1:abandon;2:taken:1:kill"
+
+
+@pytest.mark.parametrize(
+    ("broken", "faults"),
+    [
+        pytest.param(mutated.drops_old_parts, _ONE_HAS_NEW_PARTS, id="old parts stay until all have theirs"),
+        pytest.param(mutated.skips_vote, _TWO_GIVE_UP, id="the vote comes before the step"),
+    ],
+)
+def test_rule_keeps_what_is_lost_without_it(
+    broken: Callable[[], None], faults: str, undisturbed: str, tmp_path: Path
+) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    for directory in (right, wrong):
+        directory.mkdir()
+    assert not _train(4, faults, right, replacements=0).verdict
+    assert _saved(right) == undisturbed
+    assert "Two ranks ended at once" in _train(4, faults, wrong, function=broken, replacements=0).verdict
 
 
 @pytest.mark.parametrize(

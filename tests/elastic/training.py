@@ -176,6 +176,8 @@ class Striker(Observer):
         if self._has_changed:
             self._has_changed = False
             note(update=self._step, again=time.time(), size=self._runner.world_size, members=self._members())
+            if isinstance(self._faults, Storm):
+                self._faults.made_update(self._members())
         self._faults.at("stepped")
 
     def _members(self) -> list[int]:
@@ -203,9 +205,10 @@ class Striker(Observer):
         self._faults.at("saved")
 
 
-def strike_in_shards(faults: Faults | Storm, shards: Any) -> None:
-    """End this rank in the collectives of a step on shards, or when parts are sent after a change."""
-    succeeds, exchange = shards._succeeds, shards.exchange
+def strike_in_shards(faults: Faults | Storm, elastic: Any) -> None:
+    """End this rank in the collectives of a step on shards, when parts are sent after a change, or when they have come."""
+    shards = elastic._shards
+    succeeds, exchange, exchange_all = shards._succeeds, shards.exchange, elastic._exchange
 
     def struck_step(collective: Callable[[], object]) -> bool:
         name = "vote" if shards._phase == "sums" else "weights"
@@ -224,7 +227,13 @@ def strike_in_shards(faults: Faults | Storm, shards: Any) -> None:
         exchange(now)
         faults.at("exchange_done")
 
+    def struck_exchange_of_all(now: Any) -> Any:
+        found = exchange_all(now)
+        faults.at("taken")
+        return found
+
     shards._succeeds, shards.exchange = struck_step, struck_exchange
+    elastic._exchange = struck_exchange_of_all
 
 
 def settings(**more: Any) -> dict[str, Any]:
@@ -312,13 +321,13 @@ def elastic_rank() -> None:
     with _KINDS[os.environ.get("KIND", "")](config) as runner:
         assert runner._parts.elastic is not None
         number = runner._parts.elastic._member.number
-        faults = Storm(number) if "STORM" in os.environ else Faults(number)
+        shards = runner._parts.elastic._shards
+        faults = Storm(number, has_shards=shards is not None) if "STORM" in os.environ else Faults(number)
         files = _FILES[os.environ["OPENED"]]() if "OPENED" in os.environ else None
         faults.at("born")
         runner.observers.append(Striker(faults, runner))
-        shards = runner._parts.elastic._shards
         if shards is not None:
-            strike_in_shards(faults, shards)
+            strike_in_shards(faults, runner._parts.elastic)
         runner.train()
         note(
             end=_digest_alone(runner),
