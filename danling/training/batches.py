@@ -156,7 +156,7 @@ def note_batch(error: Exception, step: str, split: str, data: object) -> None:
     if "through the graph a second time" in str(error):
         error.add_note(
             "If a step keeps a tensor for the next batch, such as a hidden state, detach it: self.hidden = hidden.detach(). What is in "
-            "self.carry is detached between the batches."
+            "self.carry is detached between the batches. Of several losses of one forward, give their sum to self.backward."
         )
 
 
@@ -203,9 +203,19 @@ def _signature_without_target(criterion: Any) -> str | None:
 
 def call_model(model: Any, inputs: object) -> object:
     """Call `model`; a mapping is passed as keyword arguments."""
-    if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping):
+    if isinstance(inputs, Tensor):
         return model(inputs)
-    return model(**inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    try:
+        return model(inputs)
+    except TypeError as error:
+        if "missing" in str(error) and isinstance(inputs, (tuple, list)):
+            error.add_note(
+                f"The model was called with one argument, a {type(inputs).__name__} of {len(inputs)}. The entries of a mapping are passed "
+                "as keyword arguments: make the input one, with the names that forward has."
+            )
+        raise
 
 
 def count_samples(data: object) -> int:

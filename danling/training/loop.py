@@ -9,8 +9,11 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
+from torch.utils.data import IterableDataset
+
 from danling.checkpoints import CheckpointManager
 from danling.data import PLACEHOLDER, Batch, BatchSource
+from danling.data.comparison import describe
 from danling.data.run_data import RunData
 from danling.distributed import CollectiveCalls, Domain, MembershipChanged, agree, set_collective_timeout
 from danling.metrics import TrainMetrics
@@ -68,6 +71,7 @@ class PassAgreement:
         self.blind = blind
         self.collective_forward = collective_forward
         self._compared: set[str] = set()
+        self._first: dict[str, object] = {}
 
     def ends_alike(self, source: BatchSource) -> bool:
         """Whether every rank is known to see the end of a pass at the same batch; the same answer on all ranks."""
@@ -96,11 +100,35 @@ class PassAgreement:
         words = ("exhausted",) if is_over else ()
         return bool(agree(self.domain, words))
 
-    def compare(self, source: BatchSource, batch: Batch) -> None:
-        """Warn, once a split, of ranks that should read different data and read the same."""
-        if source.split in self._compared:
-            return
-        self._compared.add(source.split)
+    def compare(self, source: BatchSource, batch: Batch) -> bool:
+        """Warn, once a split, of ranks, and of workers of a stream, that should read different data and read the same.
+
+        Returns:
+            Whether no further batch of the pass need be compared.
+        """
+        split = source.split
+        if split in self._compared:
+            return True
+        if split in self._first:
+            # The workers of a loader deliver in turn.
+            is_same = self._first.pop(split) == describe(batch.data)
+            if is_same and self.domain.rank == 0:
+                logger.warning(
+                    "Two workers read the same data in split %r, so that its samples come several times in a pass. Divide the stream by "
+                    "torch.utils.data.get_worker_info(), or set num_workers to 1.",
+                    split,
+                )
+            self._compared.add(split)
+            return True
+        self._compare_ranks(source, batch)
+        streams = isinstance(getattr(source.loader, "dataset", None), IterableDataset)
+        if streams and getattr(source.loader, "num_workers", 0) > 1 and batch.data is not PLACEHOLDER:
+            self._first[split] = describe(batch.data)
+            return False
+        self._compared.add(split)
+        return True
+
+    def _compare_ranks(self, source: BatchSource, batch: Batch) -> None:
         if self.ends_alike(source) or self.data_domain.size == 1:
             return
         described = None if batch.data is PLACEHOLDER else source.described(batch)
@@ -605,8 +633,7 @@ class TrainingLoop:
             assert batch is not None
             has_batches = True
             if not is_compared:
-                agreement.compare(source, batch)
-                is_compared = True
+                is_compared = agreement.compare(source, batch)
             replaced = self._replaced_state() if self.extensions else None
             if replaced is not None:
                 # Other parameters may be frozen now.

@@ -340,6 +340,18 @@ class Recurrent(Toy):
         return None, self.hidden
 
 
+class TwoInputs(nn.Linear):
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(first + second)
+
+
+def test_error_of_a_model_of_two_inputs_says_how_they_are_passed() -> None:
+    pairs = [((row, row), target) for row, target in zip(INPUTS, TARGETS)]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'second'") as caught:
+        train(model=TwoInputs(4, 2), datasets={"train": pairs})
+    assert "passed as keyword arguments" in caught.value.__notes__[0]  # type: ignore[attr-defined]
+
+
 class Numbered(Toy):
     def train_step(self, data: Any, number: int) -> Any:  # type: ignore[override]
         return super().train_step(data)

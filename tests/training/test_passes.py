@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.processes import run_processes
 from torch import nn
+from torch.utils.data import IterableDataset, get_worker_info
 
 from danling import TorchRunner
 from danling.data import open_source
@@ -143,3 +144,42 @@ def _compared() -> list[str]:
 def test_ranks_with_the_same_batches_are_named_once() -> None:
     main, second = run_processes(_compared, init_process_group=True)
     assert len(main) == 1 and "All ranks read the same data in split 'train_same'" in main[0] and second == []
+
+
+# Several workers
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    """A stream of 8 samples, of which each worker reads all, or its share."""
+
+    def __init__(self, divided: bool) -> None:
+        self.divided = divided
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if self.divided and worker is not None else (0, 1)
+        return iter([torch.tensor([float(number)]) for number in range(first, 8, step)])
+
+
+class Streamed(TorchRunner):
+    def __init__(self, config: dict[str, Any], divided: bool) -> None:
+        super().__init__(config)
+        self.datasets = {"train": Numbers(divided)}
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+
+    def train_step(self, data: torch.Tensor) -> tuple[None, torch.Tensor]:
+        loss = self.model(data).square().mean()
+        self.backward(loss)
+        return None, loss
+
+
+@pytest.mark.parametrize(("divided", "updates"), [(False, 8), (True, 4)])
+def test_workers_that_read_the_same_stream_are_named_once(
+    divided: bool, updates: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"epochs": 2, "seed": 1, "dir": str(tmp_path), "log": False}
+    with Streamed({**config, "dataloader": {"batch_size": 2, "num_workers": 2}}, divided) as runner:
+        runner.train()
+        assert runner.train_state.global_step == 2 * updates
+    assert sum("Two workers read the same data" in line for line in caplog.messages) == (not divided)
