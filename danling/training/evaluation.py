@@ -114,6 +114,7 @@ class Evaluator:
         """Whether an evaluation has the same bits at any number of ranks."""
         self._has_tried = self._has_said_averaged = False
         self._long: set[str] = set()
+        self._is_trying = False
         self._logged_orders: set[str] = set()
         self._without_targets: set[str] = set()
         """Splits of which it was logged that no target counts."""
@@ -226,6 +227,8 @@ class Evaluator:
                             totals.update({"loss": loss}, weight)
                     if metrics and pred is not None:
                         metrics.update(prediction_of(pred), peek_target(data), samples)
+                        if self._is_trying:
+                            self._name_no_means(split, prediction_of(pred), peek_target(data))
                     scored = scored or loss is not None
                     evaluated += samples if pred is not None or loss is not None else 0
             totals.merge(runner.meters)
@@ -335,7 +338,11 @@ class Evaluator:
         with source.peek(), self._recompute.preserved():
             # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
             opened = source if source.kind == "position" else self._data.open(split, source.loader)
-            totals, scored, _ = self._sums(split, 1, opened)
+            self._is_trying = True
+            try:
+                totals, scored, _ = self._sums(split, 1, opened)
+            finally:
+                self._is_trying = False
             try:
                 metrics = checked_figures("summarize", split, runner.summarize(split, totals))
             except Exception as error:
@@ -355,6 +362,17 @@ class Evaluator:
                     board.check({split: metrics})
             finally:
                 self._metrics.reset()
+
+    def _name_no_means(self, split: str, pred: object, target: object) -> None:
+        if not self.runner.is_main_process:
+            return
+        for name, (of_batch, mean) in self._metrics.no_means(pred, target).items():
+            logger.warning(
+                "Expected metric %r to be a mean over samples. Received: %.4g for a batch of split %r, and a mean of %.4g over its halves: "
+                "an average over batches depends on the batch size. Give an object with update, compute and reset, such as one of "
+                "torchmetrics, or compute it in `summarize`.",
+                *(name, of_batch, split, mean),
+            )
 
     # A step that a user calls
 

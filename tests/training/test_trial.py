@@ -12,6 +12,7 @@ import torch
 from support.processes import run_processes
 from support.toys import differences, line_of, settings
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
 import danling as dl
@@ -209,3 +210,34 @@ def test_unrestorable_change_is_named(
         assert float(runner.large[0]) == 1.0
     lines = [message for message in caplog.messages if "trial of an evaluation" in message]
     assert len(lines) == 1 and "self.counter, self.large" in lines[0] and "self.kept" not in lines[0]
+
+
+METRICS: dict[str, tuple[Any, bool]] = {
+    "mean": (lambda pred, target: (pred - target).abs().mean(), True),
+    "number": (lambda pred, target: float((pred - target).abs().mean()), True),
+    "values": (lambda pred, target: (pred - target).abs()[:, 0], True),
+    "sum and weight": (lambda pred, target: ((pred - target).square().sum(), len(pred)), True),
+    "root": (lambda pred, target: (pred - target).square().mean().sqrt(), False),
+    "deviation": (lambda pred, target: pred.std(), False),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_that_is_no_mean_over_samples_is_named_once(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metric, is_mean = METRICS[name]
+
+    class Measured(dl.Runner):
+        def __init__(self, config: Mapping[str, Any]) -> None:
+            super().__init__(config)
+            inputs = torch.arange(15.0).reshape(5, 3).square()
+            self.datasets = {"train": TensorDataset(inputs, inputs[:, :1]), "val": TensorDataset(inputs, inputs[:, :1])}
+            self.model, self.criterion = nn.Linear(3, 1), nn.MSELoss()
+            self.metrics = {name: metric}
+
+    config = settings(tmp_path, steps=None, epochs=2, optim={"type": "sgd", "lr": 1e-6}, dataloader={"batch_size": 5})
+    with Measured(config) as runner:
+        runner.train()
+    lines = [line for line in caplog.messages if "to be a mean over samples" in line]
+    assert len(lines) == (0 if is_mean else 1)
