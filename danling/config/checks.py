@@ -149,8 +149,12 @@ def idle_settings(
     without_groups = "ft.enabled is not set, nor both enable_ft_dataloader_checkpoints and ft_replica_id"
     plateau = "plateau" in str(scheduler.get("type", "plateau")).lower()
     own_loaders = "the loaders to train on are your own, which make their batches themselves"
+    unscored = (not evaluates, "there is no evaluation split, so nothing is scored")
     reasons = {
-        "patience": (not evaluates, "there is no evaluation split, so nothing is scored"),
+        "patience": unscored,
+        "score_mode": unscored,
+        "score_name": unscored,
+        "score_split": unscored,
         "evaluate_interval": (not step_mode, "epoch mode evaluates each epoch"),
         "checkpoint.export_dtype": (not save.last_save_model_only, "checkpoint.last_save_model_only is not set"),
         "max_skipped_updates": (not skips, "no update may be skipped: skip_nonfinite_grad is not set"),

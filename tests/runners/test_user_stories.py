@@ -281,6 +281,7 @@ IDLE: list[tuple[dict[str, Any], list[str]]] = [
         {"ema": {"decay": 0.9}, "profiling": {"wait": 5, "active": 2}, "max_skipped_updates": 3, "patience": 2},
         ["patience", "ema.decay", "profiling.wait, profiling.active", "max_skipped_updates"],
     ),
+    ({"patience": 2, "score_name": "acc", "score_mode": "max"}, ["patience, score_name, score_mode"]),
     (
         {"checkpoint.enable_ft_dataloader_checkpoints": True, "checkpoint.async_mode": "async_with_pinned_mem"},
         ["checkpoint.enable_ft_dataloader_checkpoints", "checkpoint.async_mode"],
