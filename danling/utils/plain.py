@@ -201,9 +201,14 @@ def to_plain(value: object, key: str | None = None) -> Any:
         # Such as a collate_fn that is an object: known as a function is, by name.
         return f"{type(value).__module__}.{type(value).__qualname__}"
     if " at 0x" in text and key is not None:
+        fix = (
+            "Return it from an override of `build_datasampler`."
+            if key.endswith("sampler")
+            else "Keep objects on the runner."
+        )
         raise TypeError(
             f"Expected {key} to be a plain value: a string, number, boolean, none, list or mapping. Received: {text} "
-            f"({type(value).__name__}). Keep objects on the runner."
+            f"({type(value).__name__}). {fix}"
         )
     return text
 

@@ -163,6 +163,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"dataloader": {"batch_size": 4, "num_workers": -1}}, "num_workers option should be non-negative"),
     ({"dataloader": {"batch_size": 4, "colate_fn": list}}, "Did you mean 'collate_fn'"),
     ({"dataloader": {"batch_size": 4, "global_batch_size": 8}}, "not both. Received: batch_size=4"),
+    ({"dataloader": {"sampler": torch.utils.data.SequentialSampler(DATA)}}, "an override of `build_datasampler`."),
     ({"optim": {}}, "Expected an optimizer. Received: optimizer=None."),
     ({"optim": {"type": "adamm"}}, "Did you mean 'adam'?"),
     ({"optim": {"lr": 0.1}}, "Expected optimizer type to be one of"),
