@@ -13,11 +13,22 @@ from .environment import (
     select_device,
     set_collective_timeout,
 )
-from .step_sync import REQUESTS, ExtraReduction, GradientNorms, HostCopy, ReplicaDriftError, StepSync, StepTotals, agree
+from .step_sync import (
+    REQUESTS,
+    UNUSED_PARAMETER,
+    ExtraReduction,
+    GradientNorms,
+    HostCopy,
+    ReplicaDriftError,
+    StepSync,
+    StepTotals,
+    agree,
+)
 
 __all__ = [
     "FAMILIES",
     "REQUESTS",
+    "UNUSED_PARAMETER",
     "CollectiveCallError",
     "CollectiveCalls",
     "Domain",

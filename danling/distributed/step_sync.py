@@ -74,6 +74,13 @@ class ReplicaDriftError(RuntimeError):
     """Ranks that hold copies of a tensor hold different values: a chip, a link or a program has written to one of them alone."""
 
 
+UNUSED_PARAMETER = (
+    "The usual cause is a trained parameter that the last micro-batch of an update does not use, or that was frozen since: "
+    "DistributedDataParallel then leaves gradients on their ranks. Override `ddp_kwargs` and return "
+    "{**super().ddp_kwargs(), 'find_unused_parameters': True}."
+)
+
+
 class GradientNorms:
     """Compares the norm of each gradient between ranks that hold copies, in the collective of the next update.
 
@@ -161,11 +168,7 @@ class GradientNorms:
             "to none. If there is no such cause, a chip or a link may be faulty."
         )
         if self._is_wrapped:
-            causes = (
-                "The usual cause is a trained parameter that the last micro-batch of an update does not use, or that was frozen since: "
-                "DistributedDataParallel then leaves gradients on their ranks. Override `ddp_kwargs` and return "
-                f"{{**super().ddp_kwargs(), 'find_unused_parameters': True}}. {causes}"
-            )
+            causes = f"{UNUSED_PARAMETER} {causes}"
         return ReplicaDriftError(
             f"Expected one gradient on all ranks that hold copies of the model. Received in update {step}: gradients of norm {shown}. "
             f"{causes}"

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from danling.distributed import StepTotals
+from danling.distributed import UNUSED_PARAMETER, ReplicaDriftError, StepTotals
 from danling.utils.tensors import bucketed, flattened
 
 from .precision import NO_CONTEXT
@@ -85,6 +86,9 @@ class GradientReduction:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate a loss that is scaled already."""
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def check_backward(self) -> None:
+        """Refuse a window whose backwards were not those of the other ranks; called before the collective of the update."""
 
     def complete(self) -> None:
         """Finish the reduction over the ranks of what the backward has left."""
@@ -195,6 +199,24 @@ class DDPReduction(GradientReduction):
     def context(self, *, last: bool) -> AbstractContextManager[object]:
         context: AbstractContextManager[object] = NO_CONTEXT if last else self.model.no_sync()
         return context
+
+    def check_backward(self) -> None:
+        """Refuse an update in which the wrapper could not reduce all gradients, before this rank goes on to another collective.
+
+        Ranks that have used other parameters wait in reductions that this rank has not begun. Its next collective would meet them: with
+        numbers of another meaning, or of another size, which ends a process in native code.
+        """
+        if not isinstance(self.model, DistributedDataParallel):
+            return
+        try:
+            self.model.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            runner = self.runner
+            raise ReplicaDriftError(
+                "Expected a gradient for every trained parameter in the last micro-batch of an update. Received in update "
+                f"{runner.state.train.global_step + 1}: none for some of them on rank {runner.rank}; the error of torch above lists "
+                f"them. {UNUSED_PARAMETER}"
+            ) from error
 
     def complete(self) -> None:
         """Average what the wrapper does not: gradients of the criterion's parameters, of the optimizer's, or all.

@@ -607,6 +607,8 @@ class UpdateStep:
     def decide(self) -> tuple[UpdateOutcome, frozenset[str]]:
         """Make or skip the update of the open window, and drop its gradient; return what the ranks have asked for, too."""
         runner, window, session = self._runner, self._runner.window, self._session
+        if runner.placement.optimizer.size > 1:
+            runner.reduction.check_backward()
         totals = self.agree(window)
         runner.complete_gradients()
         step = runner.state.train.global_step + 1

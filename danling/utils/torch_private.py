@@ -25,6 +25,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch._C._autograd._top_saved_tensors_default_hooks": _ALL,
     "torch._C._distributed_c10d.HashStore": _ALL,
     "torch._C._distributed_c10d.PrefixStore": _ALL,
+    "torch._C._distributed_c10d.Reducer._check_reducer_finalized": _ALL,
     "torch._C._distributed_c10d.Store": _ALL,
     "torch._C._distributed_c10d.TCPStore": _ALL,
     "torch._dynamo.config": _ALL,

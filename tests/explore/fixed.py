@@ -38,6 +38,10 @@ FOUND: dict[str, str] = {
         '"optimizer": {"lr": 0.01}, "settings": {"batch_size": null, "epochs": null, "global_batch_size": 6, "seed": 3, '
         '"steps": 2}, "stack": {"kind": "deepspeed"}}'
     ),
+    "ranks-of-ddp-that-use-different-blocks-end-with-an-error-of-words": (
+        '{"criterion": {"kind": "bce"}, "data": {"source": "list", "train": 15}, "model": {"parts": [{"kind": "complex"}, '
+        '{"kind": "sometimes", "parts": [{"kind": "complex"}]}]}, "stack": {"ranks": 2}}'
+    ),
 }
 """Programs for which a property did not hold, by what was wrong; each was mended."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import run_processes
+from support.processes import run_outcomes, run_processes
 from support.toys import whole_settings
 from torch import Tensor, nn
 
@@ -41,11 +41,14 @@ class SkippingRunner(dl.Runner):
         self.seen = list[tuple[Tensor, Tensor, bool]]()
 
     def ddp_kwargs(self) -> dict[str, Any]:
-        return {**super().ddp_kwargs(), "find_unused_parameters": self.finds}
+        # Each parameter is reduced by itself.
+        buckets = {"bucket_cap_mb": 1e-5} if self.case == "rank" else {}
+        return {**super().ddp_kwargs(), **buckets, "find_unused_parameters": self.finds}
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         model: Any = self.unwrapped_model
         model.uses = self.case == "frozen" or (self.case == "last" and self.window.count == 1)
+        model.uses |= self.case == "rank" and self.rank == 0
         if self.case == "frozen" and self.train_state.global_step == 1:
             model.between.requires_grad_(False)
         self.seen.append((*data, model.uses))
@@ -66,9 +69,30 @@ def train(config: Mapping[str, Any], case: str, finds: bool) -> Any:
 def test_unused_parameters_are_named_as_the_cause_and_the_mend_works(case: str, tmp_path: Path) -> None:
     config = whole_settings(tmp_path, steps=3, log=False, scheduler={"type": "constant"}, ema={})
     for message in run_processes(train, config, case, False):
-        cause, other = message.index("last micro-batch"), message.index("goes around the wrapped model")
-        assert cause < other < message.index("faulty") and "'find_unused_parameters': True" in message
-    config = whole_settings(tmp_path / "mended", steps=3, log=False, scheduler={"type": "constant"}, ema={})
+        assert "none for some of them on rank" in message and "'find_unused_parameters': True" in message
+    check_mend(case, tmp_path / "mended")
+
+
+def test_parameters_that_one_rank_leaves_out_are_named_before_the_ranks_meet_in_other_collectives(
+    tmp_path: Path,
+) -> None:
+    """The other rank reduces what this one does not: its next collective met that, which ended the process in native code."""
+    config = whole_settings(tmp_path, steps=3, log=False, scheduler={"type": "constant"}, ema={})
+    first, last = sorted(run_outcomes(run_alone, config), key=lambda outcome: outcome.rank)
+    assert isinstance(last.error, ReplicaDriftError), last.traceback
+    assert "Received in update 1: none for some of them on rank 1" in str(last.error)
+    assert first.exit_code == 1, first  # by the error that its connection was closed, and not by a signal
+    check_mend("rank", tmp_path / "mended")
+
+
+def run_alone(config: Mapping[str, Any]) -> None:
+    with SkippingRunner(config, "rank", finds=False) as runner:
+        runner.train()
+
+
+def check_mend(case: str, directory: Path) -> None:
+    """With what the error says, three updates are those of one process."""
+    config = whole_settings(directory, steps=3, log=False, scheduler={"type": "constant"}, ema={})
     results = run_processes(train, config, case, True)
     model = Skipping().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
