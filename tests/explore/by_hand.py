@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .spec import Evaluation, MicroBatch, Optimizer, Program, Record, Schedule, Update, taken_apart
+from .spec import ADAPTIVE, Evaluation, MicroBatch, Optimizer, Program, Record, Schedule, Update, taken_apart
 
 Window = list[list[MicroBatch]]  # of an update: for each pass through `train_step`, the micro-batches of the ranks
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 0.0], dtype=torch.float64)
@@ -191,7 +191,8 @@ class Run:
         self.averages = in_float64({k: v.detach().clone() for k, v in self.saved().items() if self.settings.ema})
         self.loss_sum = self.weight_sum = 0.0
         self.scores, self.left = list[float](), Record()
-        self.is_coarse = bool(program.settings.precision) or any(each.itemsize == 2 for each in given.initial.values())
+        self.is_coarse = bool(program.settings.precision) or program.optimizer.kind in ADAPTIVE
+        self.is_coarse |= any(each.itemsize == 2 for each in given.initial.values())
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name, those of the criterion under `criterion.`."""
@@ -254,7 +255,7 @@ class Run:
             self.put_back(before, weights=False)  # a skipped update leaves no trace
         made, number = self.copies(), len(self.left.updates)
         for update in self.given.updates[number : number + 1] if self.is_coarse else ():
-            self.put_back(update.after)  # one digit more or less in 16 bits would go on
+            self.put_back(update.after)  # a digit in 16 bits, or the sign of a gradient that is rounding, would go on
         if is_made:
             self.left.steps += 1
             self.loss_sum, self.weight_sum = self.loss_sum + loss * weight, self.weight_sum + weight

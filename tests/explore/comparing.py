@@ -17,6 +17,9 @@ MOVED = 1e-3
 NOISE = 16.0
 """And by so many times the difference that the dtypes of the program make in the reference itself."""
 
+REACH = 10.0
+"""An optimizer that divides by the gradient moves a weight by at most so many times its rate: RMSprop in its first update."""
+
 LARGEST = torch.finfo(torch.float32).max
 """What is larger cannot be compared: metrics and predictions are float32."""
 ROUNDING = 1e-6
@@ -36,7 +39,7 @@ def differences(
         decay: Of an optimizer that divides by the gradient, so that a weight moves by the sign of one that is rounding and no more:
             the weight decay that it adds to the gradient.
     """
-    doubtful = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in found.initial.items()}
+    doubtful = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in found.initial.items()}
     digits = max(4 * digits, digits_of(found.initial))
     return list(_differences(found, exact, own, digits, {} if decay is None else doubtful, decay or 0.0))
 
@@ -48,7 +51,7 @@ def _differences(
         yield f"ended with {found.refused or 'no error'}, expected {exact.refused or 'no error'}"
         return
     for number, updates in enumerate(zip(found.updates, exact.updates, own.updates)):
-        _note_doubtful(*updates[1:], doubtful, decay)
+        _note_doubtful(*updates[1:], doubtful, decay, REACH * max(updates[1].rates))
         wrong = list(_of_update(*updates, found.initial, digits, doubtful))
         yield from (f"update {number}: {text}" for text in wrong)
         if wrong:
@@ -88,14 +91,17 @@ def digits_of(initial: Tensors) -> float:
     return max((4 * torch.finfo(each.dtype).eps for each in initial.values() if each.is_floating_point()), default=0.0)
 
 
-def _note_doubtful(exact: Update, own: Update, doubtful: Tensors, decay: float) -> None:
-    """Note the elements whose gradient, without or with the weight decay, is not larger than its rounding, and not simply 0."""
+def _note_doubtful(exact: Update, own: Update, doubtful: Tensors, decay: float, reach: float) -> None:
+    """Note the elements whose gradient, without or with the weight decay, is not larger than its rounding, and not simply 0.
+
+    Each may have been moved by `reach`: in float64, a gradient of that kind is smaller than the `eps` of the optimizer, and moves nothing.
+    """
     for name in doubtful.keys() & exact.gradients.keys() & own.gradients.keys():
         gradient, weight = exact.gradients[name], exact.before[name]
         rounded = own.gradients[name].to(gradient.dtype)
         noise = NOISE * (rounded - gradient).abs().max()
         is_small = ~(gradient.abs() > noise) | ~((gradient + decay * weight).abs() > noise)
-        doubtful[name].logical_or_(is_small & ((gradient != 0.0) | (rounded != 0.0)))
+        doubtful[name] += reach * (is_small & ((gradient != 0.0) | (rounded != 0.0)))
 
 
 def _of_update(
@@ -151,7 +157,7 @@ def _of_tensors(
         yield f"{what}: names {sorted(found.keys() ^ exact.keys())} on one side only"
         return
     for name, right in exact.items():
-        either_way = (doubtful or {}).get(name, torch.zeros(right.shape, dtype=torch.bool))
+        either_way = (doubtful or {}).get(name, torch.zeros(right.shape, dtype=torch.float64))
         error, allowed = _error(found[name], right, own[name], initial[name], digits, either_way)
         if not error <= allowed:
             yield f"{what}: {name} is wrong by {error:.3g}, may be by {allowed:.3g}"
@@ -169,7 +175,8 @@ def _error(
     if given[0].shape != given[1].shape or not torch.equal(given[0].isfinite(), finite):
         return math.inf, 0.0
     found, exact, own, initial = (each[finite] for each in given)
-    both_ways = 2.0 * either_way[finite]
+    either_way = either_way[finite]
+    both_ways = 2.0 * (either_way > 0.0)
     if not exact.numel():
         return 0.0, 0.0
     if not own.isfinite().all():
@@ -177,6 +184,7 @@ def _error(
     moved, noise = (exact - initial).abs().max(), (own - exact).abs().max()
     # What the last digits of each stored number can hold.
     allowed = (max(MOVED, coarse) + both_ways) * moved + NOISE * noise + digits * exact.abs() + ROUNDING
+    allowed += either_way
     error = (found - exact).abs()
     worst = int((error / allowed).argmax())
     return float(error[worst]), float(allowed[worst])

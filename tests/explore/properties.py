@@ -19,13 +19,15 @@ from torch import Tensor
 from . import by_hand, comparing
 from .running import UNSAVED, Died, directory, in_fork, namespace, run, run_ranks, without_events
 from .script import AUGMENTS
-from .spec import Optimizer, Program, Record, Settings, Stack, State, flat
+from .spec import ADAPTIVE, Optimizer, Program, Record, Settings, Stack, State, flat
 
 DRAWING = ("dropout", "noise")
-ADAPTIVE = ("adam", "adamw", "adagrad", "rmsprop", "two")
-"""Optimizers that divide by the gradient, or the second of which does."""
 PER_FORWARD = ("batch_norm", "sometimes", "counter", "memory", "running", "spectral", *DRAWING)
 """Parts whose result depends on how the samples are divided into micro-batches."""
+DEPENDS_ON_PROCESSES = "changed within the first update"
+"""A part of the sentence that names what makes the bits depend on the number of processes."""
+OTHER_MODULES = "Not all ranks run the same modules in the same order"
+"""How the report of a hang names ranks that use different blocks."""
 UNSAVED_STATES = {State("runner", "by_object"): UNSAVED, State("dataset", "plain"): "has no state_dict"}
 """What no checkpoint holds, with a part of the sentence that says so."""
 
@@ -79,7 +81,7 @@ class Runs:
     def _run(self, program: Program, place: Path, **options: Any) -> Record:
         if program.stack.ranks > 1:
             return run_ranks(program, place, **options)
-        if self.program.stack.ranks > 1:
+        if is_of_several(self.program):
             left: Record = in_fork(partial(run, **options), program, place)
             return left
         return run(program, place, **options)
@@ -96,6 +98,11 @@ class Runs:
     @cached_property
     def whole(self) -> Record:
         return self._run(self.plain, self.first)
+
+
+def is_of_several(program: Program) -> bool:
+    """Whether some run of a program has several processes, which are forks of the server."""
+    return program.stack.ranks > 1 or program.settings.is_canonical
 
 
 class Late(Exception):
@@ -169,7 +176,8 @@ def independent_draws(runs: Runs) -> list[str]:
     exact = runs.program.model.dtype in ("float32", "float64")
     for place, first in enumerate(kinds):
         values = drawn[first]
-        if exact and len(values) >= 8 and len(set(values)) < len(values) / 2:
+        of_256 = 256 * (1 - (255 / 256) ** len(values))  # different ones, on average
+        if exact and len(values) >= 8 and len(set(values)) < of_256 / 2:
             found.append(f"{first} draws {len(set(values))} different numbers of {len(values)}: {values[:12]}")
         for second in kinds[place + 1 :]:
             same = sum(a == b for a, b in zip(values, drawn[second]))
@@ -335,7 +343,7 @@ def divided_is_the_same(runs: Runs) -> list[str]:
 
 def steady(optimizer: Optimizer) -> Optimizer:
     """Return SGD in the place of an optimizer that divides by the gradient: that makes much of the rounding of one that is zero."""
-    return replace(optimizer, kind="sgd", fused=False) if optimizer.kind in ADAPTIVE else optimizer
+    return replace(optimizer, kind="sgd", fused=False, no_eps=False) if optimizer.kind in ADAPTIVE else optimizer
 
 
 def without_scores(settings: Settings) -> Settings:
@@ -358,6 +366,7 @@ def can_be_divided(program: Program) -> bool:
         and own_order
         and batch > 1
         and not kinds & set(PER_FORWARD)
+        and not program.model.tasks
         and not program.data.nan_samples
         and not program.data.ragged
     )
@@ -378,6 +387,33 @@ def layout_is_the_same(runs: Runs) -> list[str]:
     return moved_alike(runs.run(several), runs.run(one), program)
 
 
+def any_number_of_processes(runs: Runs) -> list[str]:
+    """With one order of addition, two processes end in the bits of one, also where the run was begun on one."""
+    alone, whole = runs.plain, runs.whole
+    if not alone.settings.is_canonical or any(DEPENDS_ON_PROCESSES in line for line in whole.named):
+        return []
+    two = replace(alone, stack=Stack(ranks=2))
+    found = [f"on two: {each}" for each in ends_differ(whole, runs.run(two))]
+    if set(runs.program.state) & UNSAVED_STATES.keys():
+        return found
+    for event in (event for event in runs.program.events if event.kind == "stop"):
+        place = runs.fresh()
+        runs.run(replace(alone, events=(*alone.events, event)), place)
+        rest = runs.run(two, place, resume=True)
+        found += [f"resumed on two: {each}" for each in ends_differ(whole, rest)]
+    return found
+
+
+def ends_differ(first: Record, second: Record) -> list[str]:
+    """Return what differs between the ends of two runs."""
+    found = [] if first.steps == second.steps else [f"{first.steps} and {second.steps} updates"]
+    found += [name for name, tensor in first.final.items() if not same(tensor, second.final[name])]
+    found += [f"average {name}" for name, tensor in first.averages.items() if not same(tensor, second.averages[name])]
+    found += predictions_differ(first, second)
+    last = [[(each.split, str(each.result)) for each in record.evaluations[-1:]] for record in (first, second)]
+    return found if last[0] == last[1] else [*found, f"last evaluation {last[0]} and {last[1]}"]
+
+
 PROPERTIES: tuple[Callable[[Runs], list[str]], ...] = (
     unsaved_is_named,
     saved_is_finite,
@@ -392,6 +428,7 @@ PROPERTIES: tuple[Callable[[Runs], list[str]], ...] = (
     resumed_is_the_same,
     divided_is_the_same,
     larger_budget,
+    any_number_of_processes,
     layout_is_the_same,
 )
 """The cheapest first: a program that does not have one is asked no other."""
@@ -493,7 +530,7 @@ def _check(program: Program, place: Path) -> Verdict:
     runs = Runs(program, place)
     whole = runs.whole
     if whole.refused is not None:
-        return refusal(program, whole)
+        return refusal(runs, whole)
     refused: Verdict | None = None
     asked = PROPERTIES if program.stack.ranks == 1 else ON_SEVERAL
     for holds in asked if program.stack.pipeline == 1 else IN_A_PIPELINE:
@@ -501,6 +538,8 @@ def _check(program: Program, place: Path) -> Verdict:
             found = holds(runs)
         except Refused as error:
             # Such as a resume of what no checkpoint holds; the other properties must hold all the same.
+            if is_raw(str(error)):
+                return Verdict("differs", str(error), holds.__name__, named=whole.named)
             refused = refused or Verdict("refused", f"{holds.__name__}: {error}", holds.__name__, named=whole.named)
             continue
         except Late as error:
@@ -510,19 +549,45 @@ def _check(program: Program, place: Path) -> Verdict:
     return refused or Verdict("right", named=whole.named)
 
 
-def refusal(program: Program, left: Record) -> Verdict:
+RAW = ("AssertionError", "AttributeError", "IndexError", "KeyError", "NameError", "TypeError", "UnboundLocalError")
+
+
+def is_raw(text: str) -> bool:
+    """Whether an error says what went wrong within some code, and not what a program is to change."""
+    return text.startswith(RAW) and "Expected" not in text.split("\n")[0]
+
+
+def has_diverged(runs: Runs, left: Record) -> bool:
+    """Whether the loop by hand, in the dtypes of the program, has no finite update either where the run was ended."""
+    if not left.updates or not left.initial:
+        return False
+    own = by_hand.expected(runs.plain, runs.parts, left, exact=False)
+    return own.refused is not None and own.steps == left.refused_after
+
+
+def refusal(runs: Runs, left: Record) -> Verdict:
     """Return whether an error came in time: before the first update, or when the event came that it names."""
+    program = runs.program
     text = left.refused or ""
     trace = getattr(left, "trace", "")
     half = program.model.dtype == "float16" or program.settings.precision == "fp16"
     may_be_infinite = bool(program.data.nan_samples) or half or program.optimizer.no_eps
     of_graph = program.stack.kind == "graph" and "Expected batches of a few sizes" in text
     # Which blocks a rank uses follows from its data: torch ends the run at the first update in which one is left out, with the setting.
-    of_ddp = program.stack.kind == "ddp" and "find_unused_parameters=True" in text
-    if of_graph or of_ddp:
-        return Verdict("named", text, named=left.named)
-    if left.refused_after == 0 or (may_be_infinite and text.startswith("NonFiniteError")):
+    of_ddp = program.stack.kind in ("ddp", "accelerate") and "find_unused_parameters" in text
+    # And FSDP2 cannot have ranks run different blocks: the update in which they first do is refused.
+    # Where the blocks have other sizes, the ranks wait for each other up to the time limit, and one of them has said so before.
+    waits = "Timed out waiting" in text and any(OTHER_MODULES in line for line in left.named)
+    of_shards = program.stack.shard > 1 and program.model.chooses_blocks
+    of_shards = of_shards and (waits or text.startswith("UnitOrderError"))
+    if is_raw(text) or ("Timed out waiting" in text and not of_shards):
+        return Verdict("differs", f"{text}\n{trace}", "refused_in_time", named=left.named)
+    if left.refused_after == 0:
         return Verdict("refused", f"{text}\n{trace}", named=left.named)
+    if of_graph or of_ddp or of_shards:
+        return Verdict("named", text, named=left.named)
+    if text.startswith("NonFiniteError") and (may_be_infinite or has_diverged(runs, left)):
+        return Verdict("named", text, named=left.named)
     return Verdict("differs", f"late: {text}\n{trace}", "refused_in_time", named=left.named)
 
 
@@ -531,8 +596,8 @@ def checked(program: Program, timeout: float = 60.0) -> Verdict:
     begun = time.monotonic()
     try:
         # The ranks of several are processes of their own.
-        alone = program.stack.ranks == 1
-        verdict: Verdict = in_fork(check, program, timeout=timeout) if alone else check(program)
+        several = is_of_several(program)
+        verdict: Verdict = check(program) if several else in_fork(check, program, timeout=timeout)
     except Died as death:
         verdict = Verdict("died", str(death), "ends")
     except Exception:

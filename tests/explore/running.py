@@ -305,7 +305,7 @@ def read_checkpoint(directory: Path, left: Record) -> None:
 
 
 class RankRefused(Exception):
-    """A rank was refused: the error, the committed updates before it, and its traceback."""
+    """A rank was refused; with the record that it has left."""
 
 
 def run_rank(text: str, place: str, options: dict[str, Any]) -> Record:
@@ -313,7 +313,7 @@ def run_rank(text: str, place: str, options: dict[str, Any]) -> Record:
     _be_quiet()
     left = run(Program.from_json(text), Path(place), **options)
     if left.refused is not None:
-        raise RankRefused(left.refused, left.refused_after, left.trace)
+        raise RankRefused(left)
     return left
 
 
@@ -322,16 +322,21 @@ def run_ranks(program: Program, place: Path, *, timeout: float = 120.0, **option
     options = {**options, "record": False} if program.stack.pipeline > 1 else options
     given = program.to_json(), str(place), options
     outcomes = run_outcomes(run_rank, *given, world_size=program.stack.ranks, timeout=timeout)
-    errors = [each.error for each in outcomes if isinstance(each.error, RankRefused)]
-    if errors:
-        # The other ranks see the connection break.
-        refused = next((error for error in errors if "Connection" not in error.args[0]), errors[0])
-        text, after, trace = refused.args
-        return Record(refused=text, refused_after=after, trace=trace)
-    failed = next((each for each in outcomes if each.error is not None), None)
-    if failed is not None:
-        raise Died(f"rank {failed.rank}: {failed.error}; ended with {failed.exit_code}\n{failed.traceback}")
-    records = [each.value for each in sorted(outcomes, key=lambda outcome: outcome.rank)]
+    outcomes = sorted(outcomes, key=lambda outcome: outcome.rank)
+    records = [each.error.args[0] if isinstance(each.error, RankRefused) else each.value for each in outcomes]
+    # The other ranks see the connection break.
+    refused = [record for record in records if record and record.refused and "Connection" not in record.refused]
+    failed = [each for each in outcomes if each.error is not None]
+    died = [each for each in failed if not isinstance(each.error, RankRefused) and (each.exit_code or 0) < 0]
+    if failed and not refused:
+        first = (died or failed)[0]
+        raise Died(f"rank {first.rank}: {first.error}; ended with {first.exit_code}\n{first.traceback}")
+    if refused:
+        left: Record = refused[0]
+        readers = [record for record in records[: program.stack.readers] if record]
+        left.micro_batches = [micro for record in readers for micro in record.micro_batches]
+        left.named = [line for record in records if record for line in record.named]
+        return left
     for record in records:
         # Each rank of a pipeline has its own stages.
         records[0].initial |= record.initial | records[0].initial

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pprint import pformat
-from textwrap import dedent
+from textwrap import dedent, indent
 from typing import Any
 
 from .spec import CHANNELS, CLASSES, LENGTH, SIDE, TOKENS, WIDTH, Part, Program, State
@@ -36,6 +36,22 @@ _PARALLELIZE = """
     def parallelize(self, topology):
         style = ColwiseParallel(output_layouts=Replicate())
         parallelize_module(self, topology.mesh("tensor"), {"head": style})
+"""
+
+_LOADS = """
+    def load_state_dict(self, state):
+        self.made = state["made"]
+        for slow, stored in zip(self.slow, state["slow"]):
+            slow.copy_(stored)
+        super().load_state_dict({name: state[name] for name in ("state", "param_groups")})
+"""
+_LOADS_LENIENTLY = """
+    def load_state_dict(self, state):
+        # A state of plain SGD is taken too.
+        self.made = state.get("made", 0)
+        for slow, stored in zip(self.slow, state.get("slow", [])):
+            slow.copy_(stored)
+        super().load_state_dict({name: state[name] for name in ("state", "param_groups")})
 """
 
 _CLASSES = {
@@ -79,6 +95,15 @@ _CLASSES = {
     """,
     "sometimes": """
         class Sometimes(nn.Module):
+            def __init__(self, *parts):
+                super().__init__()
+                self.inner = nn.Sequential(*parts)
+
+            def forward(self, x):
+                return x + self.inner(x)
+    """,
+    "alternating": """
+        class Alternating(nn.Module):
             def __init__(self, *parts):
                 super().__init__()
                 self.inner = nn.Sequential(*parts)
@@ -181,8 +206,8 @@ class Script:
 
         def walk(parts: tuple[Part, ...]) -> None:
             for part in parts:
-                if part.kind not in found:
-                    found.append(part.kind)
+                if class_of(part) not in found:
+                    found.append(class_of(part))
                 walk(part.parts)
 
         walk(self.program.model.parts)
@@ -207,7 +232,7 @@ class Script:
             "running": f"Running(persistent={not part.flag})",
             "noise": f"Noise(own={part.flag})",
         }
-        return fixed.get(part.kind) or f"{part.kind.capitalize()}({inner})"
+        return fixed.get(part.kind) or f"{class_of(part).capitalize()}({inner})"
 
     def _outputs(self) -> int:
         return TOKENS if self.program.model.tied else CLASSES
@@ -228,7 +253,13 @@ class Script:
         lines = ["class Net(nn.Module):", "    def __init__(self):", "        super().__init__()"]
         if inputs != "image":
             lines.append(f"        self.enter = {enter}")
-        sometimes = any(part.kind == "sometimes" for part in model.parts)
+        used = {
+            "vector": f"{self._first_input()}[0, 1] >= 0",
+            "image": f"{self._first_input()}[0, 0, 0, 1] >= 0",
+            "tokens": f"{self._first_input()}[0].sum() % 2 == 0",
+        }
+        reasons = {"Sometimes": "used", "Alternating": "is_due"}
+        sometimes = {class_of(part).capitalize() for part in model.parts} & reasons.keys()
         holder = "nn.ModuleList" if sometimes else "nn.Sequential"
         if modules:
             listed = (
@@ -237,29 +268,36 @@ class Script:
             lines.append(f"        self.body = {holder}(")
             lines += [f"            {each}" for each in listed]
             lines.append("        )")
+        if model.tasks:
+            lines.append(f"        self.tasks = nn.ModuleList([nn.Linear({WIDTH}, {WIDTH}) for _ in range(2)])")
+        if "Alternating" in sometimes:
+            lines.append('        self.register_buffer("forwards", torch.tensor(0))')
         lines.append(f"        self.head = nn.Linear({WIDTH}, {self._outputs()}, bias={not model.tied})")
         if model.tied:
             lines.append("        self.head.weight = self.enter.weight")
-        name = "first" if program.data.form == "nested" else "inputs"
+        name = self._first_input()
         lines += ["", f"    def forward(self, {name}{', labels=None' if in_model else ''}):"]
         if inputs == "image":
             lines.append(f"        x = {name}")
         else:
             lines.append(f"        x = self.enter({name})")
-        if modules and sometimes:
-            used = {
-                "vector": f"{name}[0, 1] >= 0",
-                "image": f"{name}[0, 0, 0, 1] >= 0",
-                "tokens": f"{name}[0].sum() % 2 == 0",
-            }
+        if model.tasks or "Sometimes" in sometimes:
             lines.append(f"        used = bool({used[inputs]})")
+        if "Alternating" in sometimes:
+            lines.append("        is_due = not self.training or int(self.forwards) % 2 == 0")
+            lines += ["        if self.training:", "            self.forwards += 1"]
+        if sometimes:
+            runs = [f"{reasons[kind]} or not isinstance(part, {kind})" for kind in sorted(sometimes)]
+            condition = runs[0] if len(runs) == 1 else " and ".join(f"({each})" for each in runs)
             lines.append("        for part in self.body:")
-            lines.append("            if used or not isinstance(part, Sometimes):")
+            lines.append(f"            if {condition}:")
             lines.append("                x = part(x)")
         elif modules:
             lines.append("        x = self.body(x)")
         if inputs == "tokens" and not model.per_position:
             lines.append("        x = x.mean(1)")
+        if model.tasks:
+            lines.append("        x = self.tasks[int(used)](x)")
         if in_model:
             lines.append("        logits = self.head(x)")
             lines.append("        if labels is None:")
@@ -272,6 +310,10 @@ class Script:
             lines += _PARALLELIZE.rstrip("\n").split("\n")
         cast = f".to(torch.{model.dtype})" if model.dtype != "float32" else ""
         return "\n".join([*lines, "", "", "def make_model():", f"    return Net(){cast}"])
+
+    def _first_input(self) -> str:
+        """Return the name of the first parameter of `forward`."""
+        return "first" if self.program.data.form == "nested" else "inputs"
 
     # The criterion
 
@@ -503,6 +545,7 @@ class Script:
             """)
             )
         if program.optimizer.kind == "lookahead":
+            loads = _LOADS_LENIENTLY if program.optimizer.lenient else _LOADS
             blocks.append(
                 dedent("""
                 class Lookahead(torch.optim.SGD):
@@ -523,13 +566,9 @@ class Script:
 
                     def state_dict(self):
                         return {**super().state_dict(), "made": self.made, "slow": [s.clone() for s in self.slow]}
-
-                    def load_state_dict(self, state):
-                        self.made = state["made"]
-                        for slow, stored in zip(self.slow, state["slow"]):
-                            slow.copy_(stored)
-                        super().load_state_dict({name: state[name] for name in ("state", "param_groups")})
-            """)
+            """).rstrip("\n ")
+                + "\n"
+                + indent(dedent(loads), "    ")
             )
         if program.optimizer.kind == "wide":
             blocks.append(
@@ -654,6 +693,10 @@ class Script:
                     "    return loss",
                 ]
             )
+        if program.stack.find_unused:
+            methods.append(
+                ["def ddp_kwargs(self):", '    return {**super().ddp_kwargs(), "find_unused_parameters": True}']
+            )
         saves = [event for event in program.events if event.kind == "checkpoint"]
         if saves:
             body = ["    outcome = super().step()", f"    if self.train_state.global_step == {saves[0].at + 1}:"]
@@ -753,6 +796,9 @@ class Script:
         if stack.kind == "parallel":
             axes = {name: getattr(stack, name) for name in ("replicate", "shard", "tensor", "pipeline")}
             made["parallel"] = {"axes": {name: size for name, size in axes.items() if size != 1}}
+        if stack.shard > 1 and program.model.chooses_blocks:
+            # Ranks that gather different blocks may wait for each other: the log says for what.
+            made["comm"] = {"init_timeout_seconds": 20.0, "train_timeout_seconds": 20.0}
         if stack.pipeline > 1:
             body = ["body"] if program.model.parts else []
             made["parallel"]["module_fqns_per_model_part"] = [["enter"], [*body, "head"]]
@@ -898,10 +944,18 @@ _STATE_CLASSES = {
 }
 
 
+def class_of(part: Part) -> str:
+    """Return the kind of a part, or the variant of it that has a class of its own."""
+    return "alternating" if part.kind == "sometimes" and part.flag else part.kind
+
+
 def state_value(runner: Any, state: State) -> Any:
     """Return what a run has counted."""
     if state.where == "evaluation":
         return runner.evaluated
+    starts_empty = {"deque": "deque", "generator": "drawn"}
+    if state.where == "runner" and state.kind in starts_empty and not getattr(runner, starts_empty[state.kind], None):
+        return None  # each of its updates was skipped
     holder = runner if state.where == "runner" else runner.datasets["train"]
     return eval(_STATE_READ[state.kind] if state.where == "runner" else "self.count", {"self": holder})
 

@@ -26,7 +26,7 @@ from hypothesis.errors import Flaky
 
 from .properties import Verdict, checked
 from .running import processor_seconds
-from .script import render
+from .script import class_of, render
 from .spec import Program, Stack, flat
 from .strategies import programs
 
@@ -47,7 +47,7 @@ def kind_of(stack: Stack) -> str:
 def features(program: Program) -> list[str]:
     """Return the names of the parts of a program, for the table of pairs."""
     settings, data, criterion = program.settings, program.data, program.criterion
-    found = [f"model:{part.kind}" for part in flat(program.model.parts)]
+    found = [f"model:{class_of(part)}" for part in flat(program.model.parts)]
     found += [f"dtype:{program.model.dtype}", f"data:{data.inputs}", f"source:{data.source}", f"form:{data.form}"]
     found += [f"criterion:{criterion.kind}", f"optimizer:{program.optimizer.kind}", f"stack:{kind_of(program.stack)}"]
     found += [f"augment:{kind}" for kind in data.augment]
@@ -60,6 +60,9 @@ def features(program: Program) -> list[str]:
         "label_smoothing": criterion.label_smoothing > 0,
         "sample_weights": criterion.sample_weights,
         "tied": program.model.tied,
+        "tasks": program.model.tasks,
+        "lenient": program.optimizer.lenient,
+        "find_unused": program.stack.find_unused,
         "per_position": program.model.per_position,
         "sampler": data.sampler is not None,
         "ragged": data.ragged,

@@ -40,6 +40,10 @@ CHANNELS, SIDE = 2, 4
 """Images of `image` data are (CHANNELS, SIDE, SIDE)."""
 
 
+ADAPTIVE = ("adam", "adamw", "adagrad", "rmsprop", "two")
+"""Optimizers that divide by the gradient, or the second of which does."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A module of the model.
@@ -50,7 +54,8 @@ class Part:
             complex weight, of whose product the real part is taken), `scale` (one parameter of no dimension); `relu`,
             `tanh`; `batch_norm`, `layer_norm`, `group_norm`; `dropout`, `noise` (adds 0.1 * randn in training);
             `residual` (its input plus its parts), `sometimes` (a residual block that is left out for batches whose
-            first input, element 1, is negative; for `tokens` where the sum of the first sample's tokens is odd),
+            first input, element 1, is negative; for `tokens` where the sum of the first sample's tokens is odd; with `flag`
+            in every second training forward, by a buffer that counts them),
             `shared` (its parts twice, the same modules); `counter` (an integer buffer, +1 each training forward; output
             * (1 + 0.1 * (counter % 3))); `running` (a float buffer: running mean of the input, momentum 0.3, which is
             subtracted; not persistent with `flag`); `mask` (a buffer with 0 and -inf, which is added before a softmax
@@ -58,7 +63,7 @@ class Part:
             `conv` (images only, 3x3, padding 1), `attention` (tokens only, one head).
         p: The rate of `dropout`.
         flag: The variant of a kind: not persistent for `running`, without bias for `linear`, from a generator of its own for
-            `noise`.
+            `noise`, by the number of the forward for `sometimes`.
         parts: The modules within.
     """
 
@@ -80,6 +85,7 @@ class Model:
         tied: For tokens: the head has the weight of the embedding.
         per_position: For tokens: one prediction for each position (target of shape (batch, LENGTH)); else the mean over
             the positions.
+        tasks: Before the head one of two layers of one shape, as the batch says by what leaves out a `sometimes`.
     """
 
     parts: tuple[Part, ...] = ()
@@ -87,6 +93,12 @@ class Model:
     returns: str = "tensor"
     tied: bool = False
     per_position: bool = False
+    tasks: bool = False
+
+    @property
+    def chooses_blocks(self) -> bool:
+        """Whether the data of a batch choose the blocks that it uses."""
+        return self.tasks or any(part.kind == "sometimes" and not part.flag for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -164,6 +176,7 @@ class Optimizer:
         by_config: Whether `config.optim` describes it; else the program builds it.
         fused: With torch's fused implementation (built by the program).
         no_eps: Adam's `eps` is 0: a weight whose gradient is 0 in the first update becomes NaN.
+        lenient: `load_state_dict` of `lookahead` takes a state without its own entries, as published ones do.
     """
 
     kind: str = "sgd"
@@ -173,6 +186,7 @@ class Optimizer:
     by_config: bool = True
     fused: bool = False
     no_eps: bool = False
+    lenient: bool = False
 
 
 @dataclass(frozen=True)
@@ -233,9 +247,14 @@ class Settings:
     async_mode: str | None = None
     seed: int = 1
 
+    @property
+    def is_canonical(self) -> bool:
+        """Whether any number of processes adds gradients in one order."""
+        return self.gradient_sum == "canonical"
+
     def held_at_once(self, readers: int) -> int:
         """Return the most samples that a rank holds at once, in training and in an evaluation."""
-        if self.gradient_sum == "canonical":
+        if self.is_canonical:
             return self.micro_batch_size or 1
         share = math.ceil((self.global_batch_size or 1) / readers)
         return self.batch_size or min(self.micro_batch_size or share, math.ceil(share / self.accum_steps))
@@ -297,6 +316,7 @@ class Stack:
         kind: `ddp`, `parallel`, `accelerate`, `graph`, `deepspeed`.
         ranks: Processes.
         replicate, shard, tensor, pipeline: Axes for `parallel`.
+        find_unused: For `ddp`: `find_unused_parameters`, as torch's error says where a rank leaves out a block.
     """
 
     kind: str = "ddp"
@@ -305,6 +325,7 @@ class Stack:
     shard: int = 1
     tensor: int = 1
     pipeline: int = 1
+    find_unused: bool = False
 
     @property
     def readers(self) -> int:

@@ -102,7 +102,8 @@ def parts(draw: Any, kinds: Sequence[str]) -> Part:
     kind = draw(st.sampled_from(kinds))
     if kind in NESTING:
         flat = [each for each in kinds if each not in NESTING and each not in ("batch_norm",)]
-        return Part(kind, parts=tuple(draw(st.lists(parts(flat), min_size=1, max_size=2))))
+        inner = tuple(draw(st.lists(parts(flat), min_size=1, max_size=2)))
+        return Part(kind, flag=kind == "sometimes" and draw(st.booleans()), parts=inner)
     if kind == "dropout":
         return Part(kind, p=draw(st.sampled_from([0.5, 0.2])))
     if kind in ("running", "noise"):
@@ -114,19 +115,20 @@ def parts(draw: Any, kinds: Sequence[str]) -> Part:
 def models(draw: Any, inputs: str) -> Model:
     """Draw a model for a kind of data."""
     dtype = draw(maybe(st.sampled_from(["float64", "bfloat16", "float16"]), 3, "float32"))
+    tasks = draw(maybe(st.just(True), 8, False))
     if inputs == "image":
         spatial = draw(st.lists(parts(IMAGE_PARTS), max_size=3))
         kinds = [each for each in VECTOR_PARTS if each != "complex" or dtype == "float32"]
         rest = draw(st.lists(parts(kinds), max_size=2))
-        return Model(parts=(*spatial, *rest), dtype=dtype)
+        return Model(parts=(*spatial, *rest), dtype=dtype, tasks=tasks)
     kinds = list(VECTOR_PARTS if inputs == "vector" else TOKEN_PARTS)
     if dtype != "float32" and "complex" in kinds:
         kinds.remove("complex")
     chosen = tuple(draw(st.lists(parts(kinds), max_size=4)))
     if inputs == "vector":
-        return Model(parts=chosen, dtype=dtype)
+        return Model(parts=chosen, dtype=dtype, tasks=tasks)
     per_position = draw(st.booleans())
-    return Model(parts=chosen, dtype=dtype, tied=draw(st.booleans()), per_position=per_position)
+    return Model(parts=chosen, dtype=dtype, tied=draw(st.booleans()), per_position=per_position, tasks=tasks)
 
 
 @st.composite
@@ -203,7 +205,7 @@ def optimizers(draw: Any, model: Model, criterion: Criterion, data: Data) -> Opt
     if kind == "two":
         return Optimizer(kind, lr, by_config=False)
     if kind in ("lookahead", "wide"):
-        return Optimizer(kind, lr, by_config=False)
+        return Optimizer(kind, lr, by_config=False, lenient=kind == "lookahead" and draw(st.booleans()))
     by_config = draw(st.booleans())
     can_fuse = kind in ("sgd", "momentum", "adam", "adamw", "adagrad") and not any(
         part.kind == "complex" for part in flat(model.parts)
@@ -375,6 +377,10 @@ def programs(draw: Any, stacks: bool = False) -> Program:
         schedule = settings.schedule
         if schedule is not None and (schedule.kind == "plateau" or schedule.interval == "validation"):
             settings = replace(settings, schedule=None)
+    if stack.kind == "parallel" and stack.shard > 1 and draw(maybe(st.just(True), 3, False)):
+        # A mesh gathers and reduces block by block.
+        left_out = Part("sometimes", flag=draw(st.booleans()), parts=(Part("linear"),))
+        model = replace(model, parts=(*model.parts, left_out))
     if stack.kind == "graph":
         # What is drawn within a graph cannot be recorded.
         model = replace(model, parts=tuple(part for part in model.parts if not DRAWS & {*kinds_of(part)}))
@@ -398,19 +404,23 @@ def all_stacks(draw: Any, model: Model, criterion: Criterion, data: Data, optimi
     if not model.tied and optimizer.kind not in ("lookahead", "wide"):
         kinds.append("tensor")
     is_chain = data.inputs == "vector" and data.form in ("pair", "mapping") and optimizer.kind != "two"
+    is_chain = is_chain and not model.tasks
     if is_chain and not any(part.kind in PER_STAGE for part in flat(model.parts)) and criterion.kind != "own_module":
         kinds.append("pipeline")
     if optimizer.by_config and model.dtype == "float32":
         kinds.append("deepspeed")
     kind = draw(st.sampled_from(kinds))
     if kind == "ddp":
-        return Stack(kind, ranks=draw(st.integers(2, 3)))
+        leaves_out = model.tasks or any(part.kind == "sometimes" for part in model.parts)
+        return Stack(kind, ranks=draw(st.integers(2, 3)), find_unused=leaves_out and draw(st.booleans()))
     if kind == "shard":
         size = draw(st.integers(2, 3))
         return Stack("parallel", ranks=size, shard=size)
     if kind == "replicate":
         shard = draw(st.sampled_from([1, 2]))
         return Stack("parallel", ranks=2 * shard, replicate=2, shard=shard)
-    if kind in ("tensor", "pipeline"):
-        return Stack("parallel", ranks=2, **{kind: 2})
+    if kind == "tensor":
+        return Stack("parallel", ranks=2, tensor=2)
+    if kind == "pipeline":
+        return Stack("parallel", ranks=2, pipeline=2)
     return Stack(kind, ranks=1 if kind == "graph" else draw(st.integers(1, 2)))
