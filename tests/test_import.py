@@ -61,6 +61,20 @@ def test_no_module_of_the_core_imports_an_extension():
     assert {"danling.torchft.member", "danling.mesh.axes"} <= imported(ROOT / "torchft" / "attach.py")
 
 
+def test_collaborators_of_a_runner_are_passed_as_arguments_outside_of_runners():
+    reaches = []
+    for path in sorted(ROOT.rglob("*.py")):
+        if path.relative_to(ROOT).parts[0] == "runners":
+            continue
+        found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        reaches += [
+            f"{path.relative_to(ROOT)}:{node.lineno}"
+            for node in found
+            if node.attr == "_parts" and ast.unparse(node.value).endswith("runner")
+        ]
+    assert not reaches
+
+
 def test_table_names_existing_rooms_only():
     assert EXTENSIONS.keys() | STACKS.keys() | {"mesh", "stream", "cli", "prove"} == EXTENSIONS_OF_THE_LIBRARY | {
         "ddp",

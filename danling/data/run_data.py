@@ -536,6 +536,21 @@ class RunData:
         """Return the batches of the splits to train on whose loaders were opened."""
         return {split: self.sources[split] for split in self._run.train_splits if split in self.sources}
 
+    def redivide(self) -> None:
+        """Build all loaders again for the ranks that there are now, at the positions that they have. No communication."""
+        positions = {split: source.state_dict() for split, source in self.trained_sources().items()}
+        passes = {split: source.epoch for split, source in self.sources.items()}
+        for split, source in list(self.sources.items()):
+            source.close()
+            del self.sources[split]
+            self._run.dataloaders.pop(split, None)
+        self._run.build_dataloaders()
+        for split in self._run.dataloaders:
+            # The noise of an evaluation follows from the number of the pass, too.
+            self.of(split).set_epoch(passes.get(split, 0))
+        for split, position in positions.items():
+            self.restore(split, position)
+
     def close(self) -> None:
         """Close all sources, those that were replaced too; one that fails does not keep the others from it."""
         with ExitStack() as stack:

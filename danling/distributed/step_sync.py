@@ -134,6 +134,10 @@ class GradientNorms:
         if self.device.type == "cpu":
             self._read_landed()
 
+    def drop_pending(self) -> None:
+        """Forget norms that were not compared, since a rank has ended. No communication."""
+        self._noted = self._sent = self._landed = None
+
     def settle(self) -> None:
         """Compare now what has not been compared, before a save. Called on all ranks; one small collective after an update.
 
@@ -236,6 +240,10 @@ class StepSync:
             begin, end = end, end + len(values)
             extra.take(total[begin:end])
         return total[: len(own)]
+
+    def drop_pending(self) -> None:
+        """Forget the requests of an update in which a rank has ended. No communication."""
+        self._in_flight = None
 
     def take_pending_requests(self) -> frozenset[str]:
         """Return the requests of the last update that have not been handed out yet."""

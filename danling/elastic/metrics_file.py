@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from danling.reporting.telemetry import MEASURED
@@ -11,6 +12,13 @@ from danling.utils.files import replacing
 
 Recent = Sequence[tuple[dict[str, float], int]]
 """The last metrics that all ranks have, each with its step."""
+
+_MOST_RECENT = 16
+
+
+def recent_records(records: Iterable[tuple[dict[str, float], int]] = ()) -> deque[tuple[dict[str, float], int]]:
+    """Return a list of records that keeps the last ones only."""
+    return deque(records, maxlen=_MOST_RECENT)
 
 
 def _lines(file: Path) -> list[tuple[bytes, dict[str, object]]]:

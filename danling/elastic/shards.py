@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from .member import Member, Membership, RunEnded, TrainingComplete
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
-    from .attach import ElasticDomain
+    from .domain import ElasticDomain
 
 logger = logging.getLogger("danling")
 
@@ -95,6 +95,7 @@ class Shards:
         runner: The runner.
         member: This process among the members of the run.
         domain: All ranks.
+        closers: What is called when the runner is closed.
 
     Attributes:
         held: Indices of the parameters whose state is here. After a change the old ones stay until all ranks have theirs.
@@ -105,6 +106,7 @@ class Shards:
         runner: TorchRunner,
         member: Member,
         domain: ElasticDomain,
+        closers: ExitStack,
     ) -> None:
         check_optimizer(runner.optimizer, scales=runner.precision.scaler is not None)
         self._runner = runner
@@ -128,7 +130,7 @@ class Shards:
         self._before = self._optimizer.register_step_pre_hook(lambda *_: self._before_step())
         self._after = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
         for hook in (self._before, self._after):
-            runner._parts.closers.callback(hook.remove)
+            closers.callback(hook.remove)
         vars(runner)["model_states"] = ShardedStates(runner, self)
         if member.joins:
             self._optimizer.state.clear()

@@ -289,10 +289,7 @@ class BaseRunner(metaclass=MetaRunner):
         if stores is not None:
             stores.start_mirroring()
         self._write_metadata()
-        if self._parts.elastic is not None:
-            self._parts.elastic.begin()
-        self._parts.closers.callback(self._parts.data.close)
-        self._parts.closers.callback(self._parts.session.end)
+        self._parts.finish()
 
     def _write_metadata(self) -> None:
         """Write what the run is made of. Called on all ranks."""
@@ -407,7 +404,7 @@ class BaseRunner(metaclass=MetaRunner):
         launch = self.launch = LaunchEnvironment.read()
         self.device = select_device(launch.local_rank)
         if is_asked("elastic", self.config):
-            self._parts.elastic = load("elastic").ElasticRanks(self)
+            self._parts.elastic = load("elastic").ElasticRanks(self, self._parts.closers)
             return
         created = init_process_group(
             launch,

@@ -10,14 +10,13 @@ from danling.config.lock import SettingsLock
 from danling.data.run_data import RunData
 from danling.distributed import CollectiveCalls, collective_timeout
 from danling.metrics import Meters, MetricSet, TrainMetrics
-from danling.metrics.collection import metrics_by_name
 from danling.reporting import Reporter
 from danling.reporting.record import RunRecorder
 from danling.training import TrainingSession
 from danling.training.attributes import KeptAttributes
 from danling.training.batches import BatchLoss
 from danling.training.canonical_sum import CanonicalSum
-from danling.training.checks import ComponentChecks, FiniteWeights, FirstGradients, MetricsInTraining
+from danling.training.checks import ComponentChecks, FiniteWeights, FirstGradients, GivenMetrics, MetricsInTraining
 from danling.training.evaluation import Evaluator
 from danling.training.extension import Extension
 from danling.training.keys import RandomKeys
@@ -39,7 +38,7 @@ from .extensions import is_asked, load
 
 if TYPE_CHECKING:
     from danling.audit.attach import Audits
-    from danling.elastic.attach import ElasticRanks
+    from danling.elastic.attach import ElasticRanks, ElasticTraining
     from danling.remote.attach import RemoteStores
 
     from .base_runner import BaseRunner
@@ -65,7 +64,7 @@ class Parts:
     """
 
     elastic: ElasticRanks | None = None
-    """This rank among others of which any may end; `None` unless `elastic.enabled`."""
+    """This process among ranks of which any may end; `None` unless `elastic.enabled`."""
     settings_lock: SettingsLock
     """Which settings may still change."""
     calls: CollectiveCalls | None = None
@@ -114,7 +113,8 @@ class Parts:
             self.calls = CollectiveCalls.of(
                 owner.world.rank, owner.world.size, limit=lambda: collective_timeout(owner.device)
             )
-        self.run_location = RunLocation(owner, self.stores)
+        joined = None if self.elastic is None else self.elastic.joined_run
+        self.run_location = RunLocation(owner, self.stores, joined)
         self.follow_store()
         self.closers.callback(self.run_location.release)
         # Trackers that were added but never opened are closed too, before the right to write into the run directory is given up.
@@ -127,6 +127,11 @@ class Parts:
         if stores is not None:
             stores.follow(self.run_location)
 
+    def finish(self) -> None:
+        """Make what follows the run from where it is restored. Called on all ranks, at the end of construction."""
+        self.closers.callback(self.data.close)
+        self.closers.callback(self.session.end)
+
 
 class TorchParts(Parts):
     """The collaborators that train, in the order in which they are made.
@@ -135,6 +140,8 @@ class TorchParts(Parts):
     prepared.
     """
 
+    elastic_training: ElasticTraining | None = None
+    """What lets the others continue when ranks end; `None` unless `elastic.enabled`."""
     phases: Phases | None = None
     """The updates of several optimizers by name; `None` for a single optimizer."""
 
@@ -159,7 +166,7 @@ class TorchParts(Parts):
         """Make what sums gradients and metrics. The components are known, and not prepared yet."""
         runner = self.runner
         self._wrap_metrics()
-        self.recompute = Recompute(runner, self.attributes, self.train_metrics)
+        self.recompute = Recompute(runner, self.attributes, self.observer_states, self.train_metrics)
         self.canonical: CanonicalSum | None = None
         if runner.config.gradient_sum == "canonical":
             self.canonical = CanonicalSum(runner, self.attributes, self.recompute)
@@ -172,28 +179,12 @@ class TorchParts(Parts):
         """Make the metrics of evaluation and of training from those that the user has set."""
         runner, config = self.runner, self.runner.config
         is_exact = config.gradient_sum == "canonical"
-        self._given_metrics = metrics_by_name(runner.metrics)
+        self.given_metrics = GivenMetrics(runner)
         self.metrics = MetricSet.wrap(
             runner.metrics, domain=runner.placement.metrics, device=runner.device, exact=is_exact
         )
         names = config.train_metrics
         self.train_metrics = TrainMetrics(self.metrics, names, runner.meters) if names else None
-
-    def _has_other_metrics(self) -> bool:
-        if "metrics" not in vars(self.runner):
-            # A property of the program's, which may make new objects each time.
-            return False
-        given, now = self._given_metrics, metrics_by_name(self.runner.metrics)
-        return given.keys() != now.keys() or any(given[name] is not metric for name, metric in now.items())
-
-    def check_metrics(self) -> None:
-        """Refuse metrics that were set after construction: nothing would compute them. May be called on one rank."""
-        if self._has_other_metrics():
-            raise ValueError(
-                "Expected self.metrics as it was when the runner was constructed, which evaluations compute. Received: "
-                f"{sorted(metrics_by_name(self.runner.metrics))} instead of {sorted(self._given_metrics)}, or other objects under "
-                "these names. Set all metrics in __init__ or in build_dataloaders."
-            )
 
     def _audits(self) -> Audits | None:
         """Return what checks updates while they are made; `None` where no setting of `audit` asks for it."""
@@ -205,7 +196,7 @@ class TorchParts(Parts):
     def complete(self) -> None:
         """Make what trains and evaluates. Model, optimizer, schedule and loaders are prepared."""
         runner, session = self.runner, self.session
-        if self._has_other_metrics():
+        if self.given_metrics.have_changed():
             # A hook such as `build_dataloaders` has set others.
             self._wrap_metrics()
             self.recompute.train_metrics = self.train_metrics
@@ -230,7 +221,15 @@ class TorchParts(Parts):
         )
         self.closers.callback(self.update.log_pending_error)
         self.evaluator = Evaluator(
-            runner, session, self.keys, self.data, self.loss, self.metrics, self.update, self.recompute
+            runner,
+            session,
+            self.keys,
+            self.data,
+            self.loss,
+            self.metrics,
+            self.given_metrics,
+            self.update,
+            self.recompute,
         )
         self.results = RunResults(runner, session, self.schedule, self.reporter)
         self.loop = TrainingLoop(
@@ -261,6 +260,42 @@ class TorchParts(Parts):
             session.observers.append(MetricsInTraining(session, self.metrics, is_main=runner.is_main_process))
         if self.audits is not None:
             self.audits.observe()
+
+    def finish(self) -> None:
+        if self.elastic is not None:
+            self._follow_ranks(self.elastic)
+        super().finish()
+
+    def _follow_ranks(self, ranks: ElasticRanks) -> None:
+        """Make what lets the training continue when ranks end or join."""
+        runner, session, closers, elastic = self.runner, self.session, self.closers, load("elastic")
+        elastic.check_program(runner)
+        shards = None
+        if runner.config.elastic.shard_state:
+            shards = elastic.Shards(runner, ranks.member, ranks.domain, closers)
+        main = elastic.MainProcess(runner, self.reporter, self.run_location, self.results)
+        open_update = elastic.OpenUpdate(runner, self.keys, self.update, self.loop, closers)
+        handover = elastic.Handover(
+            runner,
+            session,
+            self.keys,
+            self.live_state,
+            loop=self.loop,
+            results=self.results,
+            reporter=self.reporter,
+            shards=shards,
+            has_state=not ranks.joins,
+        )
+        training: ElasticTraining = elastic.ElasticTraining(
+            runner, ranks, session, self.data, update=open_update, handover=handover, main=main, shards=shards
+        )
+        self.elastic_training = training
+        self.extensions.append(training)
+        # Before the others, so that they do not hear of an update that is not made.
+        session.observers.insert(0, training)
+        if ranks.joins:
+            # The other ranks have tried the evaluation, and wait for this one in an update.
+            self.evaluator.has_tried = True
 
     def note_hook(self) -> None:
         """Leave out no hook until the next pass, in which it is looked up which of them do something."""

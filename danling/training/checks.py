@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, closest_typo
+from danling.metrics.collection import metrics_by_name
 from danling.optim import JointScheduler, needs_metric
 from danling.optim.registry import OneCycleSchedule, check_metric_of_schedule, is_stuck
 from danling.optim.state import modal, rates_of
@@ -568,6 +569,31 @@ class FirstGradients(Observer):
                 "optimizer updates and no checkpoint has by name. Make the modules part of self.model (lists of layers as nn.ModuleList), "
                 "or freeze them with requires_grad_(False).",
                 listed(names),
+            )
+
+
+class GivenMetrics:
+    """The metrics that the program has set, of which those of evaluations were made."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self._given = metrics_by_name(runner.metrics)
+
+    def have_changed(self) -> bool:
+        """Whether the program has set others since. May be called on one rank."""
+        if "metrics" not in vars(self._runner):
+            # A property of the program's, which may make new objects each time.
+            return False
+        now = metrics_by_name(self._runner.metrics)
+        return self._given.keys() != now.keys() or any(self._given[name] is not metric for name, metric in now.items())
+
+    def check(self) -> None:
+        """Refuse metrics that were set after construction: nothing would compute them. May be called on one rank."""
+        if self.have_changed():
+            raise ValueError(
+                "Expected self.metrics as it was when the runner was constructed, which evaluations compute. Received: "
+                f"{sorted(metrics_by_name(self._runner.metrics))} instead of {sorted(self._given)}, or other objects under "
+                "these names. Set all metrics in __init__ or in build_dataloaders."
             )
 
 

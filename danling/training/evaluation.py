@@ -31,6 +31,7 @@ from .batches import (
     prediction_of,
     unpack_batch,
 )
+from .checks import GivenMetrics
 from .keys import RandomKeys
 from .recompute import Recompute
 from .results import checked_figures
@@ -96,6 +97,7 @@ class Evaluator:
         data: RunData,
         loss: BatchLoss,
         metrics: MetricSet,
+        given_metrics: GivenMetrics,
         update: UpdateStep,
         recompute: Recompute,
     ) -> None:
@@ -106,13 +108,16 @@ class Evaluator:
         self._data = data
         self._loss = loss
         self._metrics = metrics
+        self.check_metrics = given_metrics.check
         self._update = update
         self._recompute = recompute
         self._run_step = runner._run_evaluate_step
         self.batch_weight: float | Tensor = 1.0
         self.exact = runner.config.gradient_sum == "canonical"
         """Whether an evaluation has the same bits at any number of ranks."""
-        self._has_tried = self._has_said_averaged = False
+        self.has_tried = False
+        """Whether the trial of one batch of each split is made, or made by the ranks that this one joins."""
+        self._has_said_averaged = False
         self._long: set[str] = set()
         self._is_trying = False
         self._logged_orders: set[str] = set()
@@ -125,7 +130,7 @@ class Evaluator:
         """Return the metrics of a split, or of its first `limit` batches."""
         runner = self.runner
         self._data.check(split)
-        runner._parts.check_metrics()
+        self.check_metrics()
         self._update.check_made()  # its weights may be NaN
         quick = runner.config.audit.quick
         if quick is not None:
@@ -318,9 +323,9 @@ class Evaluator:
 
         Loader, meters, buffers, attributes and metrics are restored. Splits whose loader can be iterated only once are left out.
         """
-        if self._has_tried:
+        if self.has_tried:
             return
-        self._has_tried = True
+        self.has_tried = True
         for split in splits:
             if split in self.runner.datasets or split not in self.runner.train_splits:
                 self._try(split)

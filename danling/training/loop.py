@@ -196,12 +196,13 @@ class TrainingLoop:
         self._results = results
         self._driver: Extension | None = None
         """The extension that begins the training again where the ranks change."""
-        self._last_split: str | None = None
         self._evaluate_every = 1
         self._checkpoint_every = 1
         self._train_on: Callable[[], None] = _nothing
         self.is_at_boundary = False
         """Whether the evaluation or the save after the last update is not done yet, in step mode."""
+        self.last_split: str | None = None
+        """The split that the last update was trained on; `None` before the first one."""
         self.begun_pass: tuple[str, int] | None = None
         """The split and pass of which `on_pass_start` was called last."""
 
@@ -271,7 +272,7 @@ class TrainingLoop:
                 "auto_resume continues from its last checkpoint."
             )
         runner._check_settings()
-        runner._parts.check_metrics()
+        self._evaluator.check_metrics()
         self._checks.check_optimizer()
         if isinstance(runner.checkpoint_manager, CheckpointManager):
             runner.checkpoint_manager.check_weights(runner.named_parameters())
@@ -480,7 +481,7 @@ class TrainingLoop:
             self._validate(evaluated, final=begun_at == runner.steps)
         elif self.is_at_boundary:
             # The ranks have changed there.
-            split = self._last_split or splits[-1]
+            split = self.last_split or splits[-1]
             self._reach_boundary(split, evaluated, final=begun_at == runner.steps, again=True)
         self.is_at_boundary = False
         self._session.data_ended = False
@@ -493,7 +494,7 @@ class TrainingLoop:
             self._note_end_of_data(f"update {step} of {runner.steps}")
             if step and step not in runner.results:
                 # The run is at its end: what it trained last is evaluated and saved as after the last update of the budget.
-                results.open[self._last_split or splits[-1]] = self._trained_metrics()
+                results.open[self.last_split or splits[-1]] = self._trained_metrics()
                 self._validate(evaluated, final=True)
 
     def _note_end_of_data(self, where: str) -> None:
@@ -509,7 +510,7 @@ class TrainingLoop:
                 continue
             self._keys.begin_pass(split)
             for outcome in self._updates(split):
-                self._last_split = split
+                self.last_split = split
                 if session.save_requested or not session.updated_once:
                     self._after_update(outcome)
                 step = runner.state.train.global_step

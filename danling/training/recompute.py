@@ -15,6 +15,7 @@ from danling.utils.tensors import canonical_name, local_part
 from danling.utils.trees import tensors
 
 from .attributes import KeptAttributes
+from .observer_states import ObserverStates
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -34,9 +35,16 @@ class Recompute:
     refused.
     """
 
-    def __init__(self, runner: TorchRunner, attributes: KeptAttributes, train_metrics: TrainMetrics | None) -> None:
+    def __init__(
+        self,
+        runner: TorchRunner,
+        attributes: KeptAttributes,
+        observer_states: ObserverStates,
+        train_metrics: TrainMetrics | None,
+    ) -> None:
         self._runner = runner
         self._attributes = attributes
+        self._observer_states = observer_states
         self.train_metrics = train_metrics
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}
 
@@ -49,7 +57,7 @@ class Recompute:
         put_figures_back = remember_figures(runner, self.train_metrics)
         put_attributes_back = self._attributes.remember()
         # Of padding, observers hear nothing.
-        put_observers_back = runner._parts.observer_states.remember() if window else None
+        put_observers_back = self._observer_states.remember() if window else None
         micro_step = runner.state.train.micro_step
 
         def take_back() -> None:

@@ -135,6 +135,11 @@ class TrainingSession:
             self.save_requested = "save" in agreed
             self.regroup_requested = "regroup" in agreed
 
+    def drop_regroup(self) -> None:
+        """Forget requests to take in the ranks that wait: they are in. May be called on one rank."""
+        self.regroup_requested = False
+        self._requested.discard("regroup")
+
     def agree_to_stop(self, domain: Domain) -> bool:
         """Return whether any rank was asked to stop: the boundary of a loop by hand. One small collective."""
         self.asked_to_stop()

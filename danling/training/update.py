@@ -595,6 +595,16 @@ class UpdateStep:
         if advance is not None:
             advance()
 
+    def drop_open(self) -> None:
+        """Forget what is under way between the ranks, since one of them has ended. No communication."""
+        self.move_source = None
+        self.sync.drop_pending()
+        if self.norms is not None:
+            self.norms.drop_pending()
+        if self.canonical is not None:
+            self.canonical.drop()
+        self._session.in_step = self._session.in_update = False
+
     def agree(self, window: Window) -> StepTotals:
         """Return the sums of a window over all ranks: the one collective of an update."""
         requests = self._session.local_requests()

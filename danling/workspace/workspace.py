@@ -294,13 +294,30 @@ def _holds(path: Path, content: bytes) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class JoinedRun:
+    """A run that is under way, and where it is: an elastic rank joins it."""
+
+    id: str
+    dir: str
+    code_id: str | None
+    config_id: str
+    timestamp: str
+    seed: int
+
+    @property
+    def names(self) -> tuple[str | None, str, str]:
+        """The ids of code and configuration, and the time of the attempt."""
+        return self.code_id, self.config_id, self.timestamp
+
+
 class RunLocation:
     """Names a run, chooses its directory, and holds the right to write into it.
 
     Every method but `workspace`, `confirm` and `release` is called on all ranks: the main process acts, the others are told the result.
     """
 
-    def __init__(self, runner: BaseRunner, stores: RemoteStores | None) -> None:
+    def __init__(self, runner: BaseRunner, stores: RemoteStores | None, joined: JoinedRun | None = None) -> None:
         self._runner = runner
         self.stores = stores
         """Object stores, where the run is copied to one."""
@@ -309,7 +326,7 @@ class RunLocation:
         world, replicas = runner.world, runner.placement.data_replicas
         self.code = CodeIdentity()
         self.code_id: str | None
-        self._joined = runner._parts.elastic.joined_run if runner._parts.elastic is not None else None
+        self._joined = joined
         if self._joined is not None:
             # The run is under way: this rank is told where, and writes nothing.
             self.notice: str | None = None

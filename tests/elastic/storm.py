@@ -31,7 +31,18 @@ _RAISING = ("update", "leaf", "reduced", "stepped", "evaluating")
 """Where the program itself runs on each rank; a save on the main process fails on all ranks."""
 
 STATEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "form": (300, ("elastic/attach.py", "elastic/member.py", "elastic/reconfigure.py", "elastic/metrics_file.py")),
+    "form": (
+        300,
+        (
+            "elastic/attach.py",
+            "elastic/domain.py",
+            "elastic/handover.py",
+            "elastic/main_process.py",
+            "elastic/member.py",
+            "elastic/reconfigure.py",
+            "elastic/metrics_file.py",
+        ),
+    ),
     "update": (
         1500,
         ("training/update.py", "training/canonical_sum.py", "distributed/step_sync.py", "training/loop.py"),

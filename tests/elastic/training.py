@@ -181,10 +181,10 @@ class Striker(Observer):
         self._faults.at("stepped")
 
     def _members(self) -> list[int]:
-        elastic = self._runner._parts.elastic
-        assert elastic is not None
-        assert elastic._member.membership is not None
-        return list(elastic._member.membership.members)
+        ranks = self._runner._parts.elastic
+        assert ranks is not None
+        assert ranks.member.membership is not None
+        return list(ranks.member.membership.members)
 
     def membership_changed(self, before: int, after: int) -> None:
         self._has_changed = True
@@ -205,10 +205,9 @@ class Striker(Observer):
         self._faults.at("saved")
 
 
-def strike_in_shards(faults: Faults | Storm, elastic: Any) -> None:
+def strike_in_shards(faults: Faults | Storm, shards: Any, handover: Any) -> None:
     """End this rank in the collectives of a step on shards, when parts are sent after a change, or when they have come."""
-    shards = elastic._shards
-    succeeds, exchange, exchange_all = shards._succeeds, shards.exchange, elastic._exchange
+    succeeds, exchange, exchange_all = shards._succeeds, shards.exchange, handover.exchange
 
     def struck_step(collective: Callable[[], object]) -> bool:
         name = "vote" if shards._phase == "sums" else "weights"
@@ -227,13 +226,12 @@ def strike_in_shards(faults: Faults | Storm, elastic: Any) -> None:
         exchange(now)
         faults.at("exchange_done")
 
-    def struck_exchange_of_all(now: Any) -> Any:
-        found = exchange_all(now)
+    def struck_exchange_of_all(now: Any) -> None:
+        exchange_all(now)
         faults.at("taken")
-        return found
 
     shards._succeeds, shards.exchange = struck_step, struck_exchange
-    elastic._exchange = struck_exchange_of_all
+    handover.exchange = struck_exchange_of_all
 
 
 def settings(**more: Any) -> dict[str, Any]:
@@ -319,19 +317,20 @@ def elastic_rank() -> None:
     config = settings(workspace_root=os.environ["ROOT"], elastic={"enabled": True, **_elastic()})
     config["dir"] = os.environ["ROOT"] + "/run"
     with _KINDS[os.environ.get("KIND", "")](config) as runner:
-        assert runner._parts.elastic is not None
-        number = runner._parts.elastic._member.number
-        shards = runner._parts.elastic._shards
-        faults = Storm(number, has_shards=shards is not None) if "STORM" in os.environ else Faults(number)
+        ranks, training = runner._parts.elastic, runner._parts.elastic_training
+        assert ranks is not None
+        assert training is not None
+        number = ranks.member.number
+        faults = Storm(number, has_shards=training.shards is not None) if "STORM" in os.environ else Faults(number)
         files = _FILES[os.environ["OPENED"]]() if "OPENED" in os.environ else None
         faults.at("born")
         runner.observers.append(Striker(faults, runner))
-        if shards is not None:
-            strike_in_shards(faults, runner._parts.elastic)
+        if training.shards is not None:
+            strike_in_shards(faults, training.shards, training._handover)
         runner.train()
         note(
             end=_digest_alone(runner),
-            repeated=runner._parts.elastic.repeated,
+            repeated=training.repeated,
             changes=runner.changes,
             update=runner.state.train.global_step,
             rank=runner.rank,
