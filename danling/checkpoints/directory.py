@@ -22,7 +22,7 @@ from danling.utils.files import refuse_link
 from . import storage
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, reason
 from .manifest import (
-    Line,
+    Branch,
     Manifest,
     Record,
     archive_complaints,
@@ -31,9 +31,9 @@ from .manifest import (
     history_name,
     is_history,
     is_name,
+    is_on_branch,
     newest,
-    next_line,
-    on_line,
+    next_branch,
     read_manifest,
     to_delete,
 )
@@ -68,7 +68,7 @@ class CheckpointStore:
     """Whether checkpoints are elsewhere, and are brought into the directory by `verify`."""
 
     def __init__(self, directory: Path) -> None:
-        self.is_part = False
+        self.is_partial = False
         """Whether other machines have the rest of each checkpoint, so that none can be read here."""
         self.directory = directory
         self._pinned: storage.Pinned | None = None
@@ -525,7 +525,7 @@ class TargetStore(CheckpointStore):
         if manifest.record.name != target.name:
             raise damaged([f"{target.name}/{SUMS} describes {manifest.record.name} instead of {target.name}"], path)
         # Of what is spread over machines, those files that are here.
-        here = {name: of for name, of in manifest.files.items() if not self.is_part or name in names}
+        here = {name: of for name, of in manifest.files.items() if not self.is_partial or name in names}
         problems = find_problems(replace(manifest, files=here), target, level) + misled(path, manifest.record)
         extra = sorted(names - manifest.files.keys() - {SUMS})
         return manifest, problems + [f"{name} is not part of it" for name in extra]
@@ -628,7 +628,7 @@ class CheckpointDirectory:
         self.is_split = self.follows = False
         self.resumed: Record | None = None
         """The checkpoint of the run that the process goes on from; `None` from scratch. Known on all ranks."""
-        self._line: Line | None = None
+        self._branch: Branch | None = None
         self._open_sources: Callable[[], Any] | None = None
         self._sources: Any = None
         self._alone: set[Path] = set()
@@ -669,7 +669,7 @@ class CheckpointDirectory:
         self.is_split = True
         self.follows = follows
         for store in self.stores:
-            store.is_part = not store.is_elsewhere
+            store.is_partial = not store.is_elsewhere
 
     # Find and verify one
 
@@ -729,15 +729,15 @@ class CheckpointDirectory:
     # The newest one
 
     def find_latest(self) -> str | None:
-        """Return the newest checkpoint of this run's line that is intact, as a source to load; those that are skipped are logged."""
+        """Return the newest intact checkpoint of this run's branch, as a source to load; those that are skipped are logged."""
         found = self.records()
         self.refuse_foreign(found)
-        found = [(record, store) for record, store in found if not store.is_part]
+        found = [(record, store) for record, store in found if not store.is_partial]
         last = newest(record for record, _ in found)
         if last is None:
             return None
-        line = [(r, s) for r, s in found if r.name != "model" and on_line(r, last.branch, last.line)]
-        for record, store in sorted(line, key=lambda pair: (pair[0].sequence, pair[0].name == "latest"), reverse=True):
+        saves = [(r, s) for r, s in found if r.name != "model" and is_on_branch(r, last.branch, last.ancestors)]
+        for record, store in sorted(saves, key=lambda pair: (pair[0].sequence, pair[0].name == "latest"), reverse=True):
             # The names of one save have the same content.
             if (store, record.sequence) in self._unreadable:
                 continue
@@ -781,7 +781,7 @@ class CheckpointDirectory:
 
     def _whole(self) -> list[CheckpointStore]:
         """Return the stores whose checkpoints every rank can read."""
-        return [store for store in self.stores if not store.is_part]
+        return [store for store in self.stores if not store.is_partial]
 
     def is_foreign(self) -> bool:
         """Whether another run saves in the directory."""
@@ -823,11 +823,11 @@ class CheckpointDirectory:
     def continue_from(self, record: Record | None) -> None:
         """Begin where a checkpoint is; nothing changes on the disk before the next save. Called on all ranks."""
         self.resumed = record
-        self._line = None
+        self._branch = None
 
-    def open_line(self) -> None:
+    def open_branch(self) -> None:
         """Before the first save, make the directory ready and find out where saves belong."""
-        if self._line is not None:
+        if self._branch is not None:
             return
         storage.make_directory(self.path)
         self.stores[0].recover()
@@ -835,25 +835,27 @@ class CheckpointDirectory:
         found = self.records()
         self.refuse_foreign(found)
         records = [record for record, _ in found]
-        line = next_line(records, self.resumed)
-        abandoned = {r.sequence for r in records if not on_line(r, line.branch, line.ancestors)}
+        branch = next_branch(records, self.resumed)
+        abandoned = {r.sequence for r in records if not is_on_branch(r, branch.number, branch.ancestors)}
         if abandoned:
             origin = f"from {self.resumed.name}" if self.resumed else "from scratch"
             logger.warning(
                 "Going on %s: %d saves in %s are no longer part of this run.", origin, len(abandoned), self.path
             )
-        self._line = line
+        self._branch = branch
 
     def next_records(self, names: list[str], *, epoch: int, global_step: int) -> list[Record]:
         """Number the next save, and return its records, one a name."""
-        assert self._line is not None
+        assert self._branch is not None
         self.stores[0].refuse_links()
-        self._line = line = replace(self._line, sequence=self._line.sequence + 1)
-        return [Record(n, line.sequence, line.branch, line.ancestors, self.run_id, global_step, epoch) for n in names]
+        self._branch = branch = replace(self._branch, sequence=self._branch.sequence + 1)
+        return [
+            Record(n, branch.sequence, branch.number, branch.ancestors, self.run_id, global_step, epoch) for n in names
+        ]
 
     def prune(self, pending: frozenset[int]) -> None:
         """Remove the history that retention gives up, once a save is complete; saves whose upload is pending stay."""
-        if self._line is not None:
+        if self._branch is not None:
             keep = self._settings.keep_latest_k
             self.stores[0].prune(run=self.run_id, keep=keep, resumed=self.resumed, pending=pending)
 

@@ -192,7 +192,7 @@ class CheckpointManager(ABC):
                 self.directory,
                 _as_size(count * needed),
             )
-        self.checkpoints.open_line()
+        self.checkpoints.open_branch()
         try:
             storage.require_space(self.directory, needed)
         except CheckpointError:

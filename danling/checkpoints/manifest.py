@@ -45,8 +45,8 @@ class Record:
     Attributes:
         name: `latest`, `best`, `model` or a history name.
         sequence: Number of the save that made it, in the order of saves; names of one save share it.
-        branch: Number of its line of saves. A run that goes back to an older checkpoint begins a new line.
-        line: `(branch, last sequence)` of the lines that this one continues, from the oldest.
+        branch: Number of its branch of saves. A run that goes back to an older checkpoint begins a new branch.
+        ancestors: `(branch, last sequence)` of the branches that this one continues, from the oldest.
         run: Identity of the run.
         step: Committed updates.
         epoch: Completed epochs.
@@ -55,17 +55,17 @@ class Record:
     name: str
     sequence: int
     branch: int
-    line: tuple[tuple[int, int], ...]
+    ancestors: tuple[tuple[int, int], ...]
     run: str
     step: int
     epoch: int
 
 
 @dataclass(frozen=True)
-class Line:
-    """Where the saves of this process belong: their branch, the lines before it as in `Record.line`, and the last sequence."""
+class Branch:
+    """Where the saves of this process belong: the number of their branch, those that it continues, and the last sequence."""
 
-    branch: int
+    number: int
     ancestors: tuple[tuple[int, int], ...]
     sequence: int
 
@@ -90,23 +90,23 @@ def newest(records: Iterable[Record]) -> Record | None:
     return max(records, key=lambda record: record.sequence, default=None)
 
 
-def on_line(record: Record, branch: int, ancestors: Iterable[tuple[int, int]]) -> bool:
-    """Whether a record belongs to a line of saves, and not to an abandoned one."""
+def is_on_branch(record: Record, branch: int, ancestors: Iterable[tuple[int, int]]) -> bool:
+    """Whether a record belongs to a branch of saves or to what it continues, and not to an abandoned one."""
     if record.branch == branch:
         return True
     return any(record.branch == number and record.sequence <= last for number, last in ancestors)
 
 
-def next_line(records: Collection[Record], resumed: Record | None) -> Line:
+def next_branch(records: Collection[Record], resumed: Record | None) -> Branch:
     """Return where a process saves that goes on from `resumed`, or from scratch."""
     last = newest(records)
     if last is None:
-        return Line(0, (), 0)
+        return Branch(0, (), 0)
     if resumed is not None and resumed.sequence == last.sequence:
-        return Line(resumed.branch, resumed.line, last.sequence)
-    branch = max(record.branch for record in records) + 1
-    ancestors = () if resumed is None else (*resumed.line, (resumed.branch, resumed.sequence))
-    return Line(branch, ancestors, last.sequence)
+        return Branch(resumed.branch, resumed.ancestors, last.sequence)
+    number = max(record.branch for record in records) + 1
+    ancestors = () if resumed is None else (*resumed.ancestors, (resumed.branch, resumed.sequence))
+    return Branch(number, ancestors, last.sequence)
 
 
 def to_delete(records: Iterable[Record], *, keep: int, protected: Collection[int]) -> list[str]:
@@ -135,7 +135,7 @@ class Manifest:
             f"# run: {record.run}",
             f"# sequence: {record.sequence}",
             f"# branch: {record.branch}",
-            f"# continues: {' '.join(f'{branch}:{last}' for branch, last in record.line)}",
+            f"# continues: {' '.join(f'{branch}:{last}' for branch, last in record.ancestors)}",
             f"# step: {record.step}",
             f"# epoch: {record.epoch}",
             *(f"# size: {size} {name}" for name, (size, _) in files),

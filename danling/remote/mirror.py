@@ -150,7 +150,7 @@ class RunMirror:
 
     def _begin(self) -> None:
         checkpoints = self._manager.checkpoints
-        here = [store for store in checkpoints.stores if not (store.is_elsewhere or store.is_part)]
+        here = [store for store in checkpoints.stores if not (store.is_elsewhere or store.is_partial)]
         local = [(record, store) for store in here for record in store.records(complete=True)]
         # Ask the store for everything before the thread begins, which tracks the objects from then on.
         there = {found.record.name: found.record for found in self.run.named()}

@@ -60,7 +60,7 @@ class RunDirectory:
         id: str,
         *,
         code_id: str | None = None,
-        part: str | None = None,
+        group_dir: str | None = None,
         replicas: int = 1,
         elsewhere: Callable[[], Sequence[int]] = tuple,
         reruns: bool = False,
@@ -72,7 +72,7 @@ class RunDirectory:
         self._asked_id = id
         self._config = config
         self._code_id = code_id or ""
-        self._part = part
+        self._group_dir = group_dir
         self._replicas = replicas
         self._elsewhere = elsewhere
         self._reruns = reruns
@@ -111,7 +111,7 @@ class RunDirectory:
             elif not self._only_looks:
                 self._refuse_run()
         elif resume is not None and not self._names_checkpoint():
-            source = run_of(Path(resume), self._part)
+            source = run_of(Path(resume), self._group_dir)
             run = source if source is not None and self._id_in(source) is not None else None
         elif self._config.auto_resume or self._only_looks or resume is not None:
             run = self._newest_run()
@@ -190,8 +190,8 @@ class RunDirectory:
         if self._holds_run(run) and not self._joins(run):
             return False
         self.dir = run
-        if self._part is not None:
-            self._lock(self._own_part)  # the groups of one job share it
+        if self._group_dir is not None:
+            self._lock(self._own_dir)  # the groups of one job share it
             return True
         lock = self._try_lock()
         # Without locks nothing tells whether another process is about to write there.
@@ -206,7 +206,7 @@ class RunDirectory:
         try:
             mine = self.make(run) and (self._only_looks or self._try_lock() is not None)
             # Another start may have taken it over before it was locked, and have ended.
-            if mine and (self._part is not None or not self._holds_run(run)):
+            if mine and (self._group_dir is not None or not self._holds_run(run)):
                 return True
         except BaseException:
             self.release()
@@ -216,25 +216,29 @@ class RunDirectory:
 
     def _joins(self, run: Path) -> bool:
         """Whether this replica group joins others that work on a run."""
-        return self._part is not None and is_in_use(run)
+        return self._group_dir is not None and is_in_use(run)
 
     # The right to write
 
     @property
-    def _own_part(self) -> Path:
-        return self.dir / self._part if self._part else self.dir
+    def _own_dir(self) -> Path:
+        return self.dir / self._group_dir if self._group_dir else self.dir
 
     def enter(self) -> str:
         """Make the directory if necessary, and become its writer; return the id of the run. Call once."""
         if not self._only_looks:
             if not self._locks:
-                self._lock(self._own_part)
+                self._lock(self._own_dir)
                 self._wait_for_background_writers()
                 if self.from_scratch:
                     self._refuse_run()  # the process that was waited for may have written one
             checkpoints = self._checkpoint_dir
             # Each replica group locks the checkpoint directory later, when it writes the full checkpoints.
-            if checkpoints is not None and self._part is None and self.dir not in (checkpoints, *checkpoints.parents):
+            if (
+                checkpoints is not None
+                and self._group_dir is None
+                and self.dir not in (checkpoints, *checkpoints.parents)
+            ):
                 self._lock(checkpoints)
         if not self.from_scratch:
             self.id = self._id_in(self.dir) or self._asked_id
@@ -244,7 +248,7 @@ class RunDirectory:
         """Become the writer in the place of one that has ended: its lock falls with it, and what it wrote in the background is awaited."""
         if self._only_looks:
             return
-        self._lock(self._own_part)
+        self._lock(self._own_dir)
         self._wait_for_background_writers()
         checkpoints = self._checkpoint_dir
         if checkpoints is not None and self.dir not in (checkpoints, *checkpoints.parents):
@@ -259,12 +263,12 @@ class RunDirectory:
                 f"Expected a directory without a run to train in from scratch. Received: {self.dir}, which holds one, and "
                 "checkpoint.load_only=true, which only looks. Set `dir` to another directory, or load a checkpoint first."
             )
-        self._lock(self._own_part)
+        self._lock(self._own_dir)
 
     def _wait_for_background_writers(self) -> None:
         """Wait until a killed run has written what it had left to write. Replica groups of one job share the directory."""
         checkpoints = self._checkpoints_of(self.dir)
-        writing = (name for name in _names(checkpoints) if name.startswith(WRITING) and self._part is None)
+        writing = (name for name in _names(checkpoints) if name.startswith(WRITING) and self._group_dir is None)
         for name in sorted(writing):
             lock = FileLock(checkpoints / name)
             if not lock.wait(self._wait_seconds):
@@ -304,8 +308,8 @@ class RunDirectory:
 
     def _try_lock(self) -> FileLock | None:
         """Become the writer of the directory if no other process is; return the lock."""
-        self.make(self._own_part)
-        lock = FileLock(self._own_part / LOCK)
+        self.make(self._own_dir)
+        lock = FileLock(self._own_dir / LOCK)
         if not lock.wait(_MOMENT_SECONDS):
             return None
         self._locks.append(lock)
@@ -332,7 +336,7 @@ class RunDirectory:
 
     def _refuse_used_meanwhile(self, lock: FileLock) -> None:
         """Refuse to continue where a process may have come and gone while the lock had no file: every start describes itself."""
-        if self._described is None or self._described != self._description() or lock.file.parent != self._own_part:
+        if self._described is None or self._described != self._description() or lock.file.parent != self._own_dir:
             raise RunInUseError(
                 f"Expected this process to be the only one that has written into {lock.file.parent}. Received: a directory whose "
                 f"{lock.file.name} was removed, in which another process may have started since. Leave that file alone, and start this "
@@ -344,7 +348,7 @@ class RunDirectory:
     def _description(self) -> tuple[int, int] | None:
         """Return what tells whether a start has written its configuration since."""
         with contextlib.suppress(OSError):
-            about = os.stat(self._own_part / _CONFIG)
+            about = os.stat(self._own_dir / _CONFIG)
             return about.st_ino, about.st_mtime_ns
         return None
 
@@ -400,7 +404,7 @@ class RunDirectory:
 
     def _refuse_checkpoints(self) -> None:
         directory = self._checkpoint_dir
-        if directory is None or self._only_looks or self._part is not None:
+        if directory is None or self._only_looks or self._group_dir is not None:
             return
         if not self._resumes_in(directory) and holds_checkpoint(directory):
             raise self._refusal("checkpoint_dir", directory, "a checkpoint")
@@ -479,8 +483,8 @@ def holds_checkpoint(directory: Path) -> bool:
 
 
 def holds_metrics(run: Path) -> bool:
-    """Whether a line of metrics was written in a run directory, or in the part of a replica group."""
-    return any(has_line(directory / "metrics.jsonl") for directory in (run, *_parts(run)))
+    """Whether a line of metrics was written in a run directory, or in that of a replica group within it."""
+    return any(has_line(directory / "metrics.jsonl") for directory in (run, *_group_dirs(run)))
 
 
 def has_line(file: Path) -> bool:
@@ -495,11 +499,11 @@ def has_line(file: Path) -> bool:
 
 
 def is_in_use(run: Path) -> bool:
-    """Whether a process writes into a run directory, or into the part of a replica group."""
-    return any(FileLock(directory / LOCK).is_taken() for directory in (run, *_parts(run)))
+    """Whether a process writes into a run directory, or into that of a replica group within it."""
+    return any(FileLock(directory / LOCK).is_taken() for directory in (run, *_group_dirs(run)))
 
 
-def run_of(checkpoint: Path, part: str | None = None) -> Path | None:
+def run_of(checkpoint: Path, group_dir: str | None = None) -> Path | None:
     """Return the run directory that contains a checkpoint, `None` for one that was copied out of it."""
     source = Path(os.path.realpath(checkpoint))
     if not source.exists():
@@ -507,7 +511,7 @@ def run_of(checkpoint: Path, part: str | None = None) -> Path | None:
     # A single file next to the metadata of a run is no checkpoint of it: those have their own directory.
     above = (source, *source.parents) if source.is_dir() else tuple(source.parents)[1:]
     for directory in above[:4]:
-        if (directory / _CONFIG).is_file() or (part is not None and (directory / part / _CONFIG).is_file()):
+        if (directory / _CONFIG).is_file() or (group_dir and (directory / group_dir / _CONFIG).is_file()):
             return directory
     return None
 
@@ -550,7 +554,7 @@ def _code_of(id: str) -> str:
     return id[:-_DIGITS].removesuffix("-")
 
 
-def _parts(run: Path) -> Iterator[Path]:
+def _group_dirs(run: Path) -> Iterator[Path]:
     """Yield the directories below a run directory, in each of which a replica group may write."""
     return (run / name for name in sorted(_names(run)) if (run / name).is_dir())
 

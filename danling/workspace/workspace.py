@@ -169,14 +169,14 @@ class Workspace:
         checkpoint_dir: PathLike | None = None,
         checkpoint_dir_name: str = "checkpoints",
         log_file: PathLike | None = None,
-        part: str | None = None,
+        group_dir: str | None = None,
         instance: str = "",
     ) -> None:
         self.is_main = is_main
         run_dir = absolute(dir)
         self.instance = instance or run_dir.name
         """Name of the run among those of one id, under which trackers have it."""
-        self.dir = run_dir / part if part else run_dir
+        self.dir = run_dir / group_dir if group_dir else run_dir
         self.checkpoints = absolute(checkpoint_dir or run_dir / checkpoint_dir_name)
         self.log_file = absolute(log_file or self.dir / "logs" / f"{timestamp}.log")
         self.tensorboard_dir = self.dir / "tensorboard" / timestamp
@@ -352,15 +352,15 @@ class RunLocation:
         self.dir, self.id, self.notice = self._runner.world.on_first(self._choose)
 
     def _choose(self) -> tuple[Path, str, str | None]:
-        part = self._part()
+        group_dir = self._group_dir()
         chosen = self._directory = RunDirectory(
             self._runner.config,
             self.id,
             code_id=self.code_id,
-            part=part,
+            group_dir=group_dir,
             replicas=self._runner.placement.data_replicas,
             elsewhere=self._numbers_in_store,
-            reruns=part is None and in_notebook(),
+            reruns=group_dir is None and in_notebook(),
         )
         return chosen.dir, chosen.id, chosen.notice
 
@@ -368,7 +368,7 @@ class RunLocation:
         names = self.stores.runs(self.family, self.id) if self.stores is not None else ()
         return sorted(number for name in names if (number := number_of(name, self.id)) is not None)
 
-    def _part(self) -> str | None:
+    def _group_dir(self) -> str | None:
         """Return the directory of this replica group below the run directory: several processes must not write into one log."""
         ft, checkpoint = self._runner.config.ft, self._runner.config.checkpoint
         return f"{checkpoint.ft_dataloader_checkpoint_prefix}-{ft.replica_id}" if ft.enabled else None
@@ -376,7 +376,7 @@ class RunLocation:
     def _places(self) -> tuple[object, ...]:
         config = self._runner.config
         named = (config.get("dir", None), config.get("checkpoint_dir", None), config.workspace_root, config.lineage)
-        return (*named, config.resume, config.auto_resume, config.checkpoint.dir_name, self._part())
+        return (*named, config.resume, config.auto_resume, config.checkpoint.dir_name, self._group_dir())
 
     def open(self, *, code_id: str | None, config_id: str, timestamp: str) -> Workspace:
         """Become the writer of the run directory, create it, and remove the files that a killed attempt has left in it.
@@ -421,7 +421,7 @@ class RunLocation:
             checkpoint_dir=config.get("checkpoint_dir", None),
             checkpoint_dir_name=config.checkpoint.dir_name,
             log_file=config.get("log_file", None),
-            part=self._part(),
+            group_dir=self._group_dir(),
             instance=self.instance,
         )
 

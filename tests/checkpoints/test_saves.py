@@ -250,7 +250,7 @@ def test_going_back_begins_a_line_and_retention_counts_the_saves_of_both(
     # The two newest stay, whatever their line, and the one that the run goes on from.
     assert names_in(tmp_path) == [*(f"ckpt-s{step:012d}" for step in (2, 4, 5)), "latest"]
     record = back.store.record(back.store.path("latest"))
-    assert (record.sequence, record.branch, record.line) == (5, 1, ((0, 2),))
+    assert (record.sequence, record.branch, record.ancestors) == (5, 1, ((0, 2),))
     fresh = make_manager(kind, tmp_path)
     save(fresh, 1, history=False, best=False)
     assert fresh.find_latest() == "latest" and load(fresh, "latest") == 1

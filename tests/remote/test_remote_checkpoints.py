@@ -83,7 +83,7 @@ def test_an_empty_machine_goes_on_from_the_newest(remote: Remote) -> None:
     assert source is not None and load(manager, source) == 3
     manager.begin(source)
     save(manager, 4, best=False)
-    # The line of saves goes on: nothing of the store was given up for it.
+    # The branch of saves continues: nothing of the store was given up for it.
     assert manager.store.records(complete=True)[-1].sequence == 4
     again = make_manager(remote.kind, manager.directory, keep=0)
     assert load(again, "latest") == 4 and load(manager, "best") == 2

@@ -15,13 +15,13 @@ from danling.utils import locks
 from danling.workspace.run_directory import RunDirectory, RunInUseError
 
 
-def chosen(root: Path, part: str | None = None, *, reruns: bool = False, **settings: Any) -> RunDirectory:
+def chosen(root: Path, group_dir: str | None = None, *, reruns: bool = False, **settings: Any) -> RunDirectory:
     config = RunnerConfig({"workspace_root": str(root), "comm": {"init_timeout_seconds": 0.001}, **settings})
-    return RunDirectory(config, "id", part=part, reruns=reruns)
+    return RunDirectory(config, "id", group_dir=group_dir, reruns=reruns)
 
 
-def entered(root: Path, part: str | None = None, **settings: Any) -> RunDirectory:
-    taken = chosen(root, part, **settings)
+def entered(root: Path, group_dir: str | None = None, **settings: Any) -> RunDirectory:
+    taken = chosen(root, group_dir, **settings)
     taken.enter()
     return taken
 
