@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.distributed import HostCopy, ReplicaDriftError
-from danling.optim.state import to_parts
+from danling.optim.state import to_inner_tensors
 from danling.reporting.trackers import JsonLines, bounded_lines, read_jsonl
 from danling.utils.devices import sent
 from danling.utils.files import open_file
@@ -199,7 +199,7 @@ def entries(runner: TorchRunner) -> Iterator[Entry]:
             name = names.get(id(parameter), f"group.{index}.{number}")
             yield Entry(f"weights.{index}", name, parameter, shared)
             for key, value in sorted(state.get(parameter, {}).items(), key=lambda item: str(item[0])):
-                for path, tensor in tensors(value, opened=to_parts):
+                for path, tensor in tensors(value, opened=to_inner_tensors):
                     yield Entry(f"optimizer.{index}", dotted((f"{name}/{key}", *path)), tensor, shared)
     for name, parameter in named:
         if id(parameter) not in grouped:

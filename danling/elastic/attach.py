@@ -240,7 +240,7 @@ class ElasticTraining(Observer, Extension):
     Attributes:
         repeated: Updates that were made again.
         changes: Changes of the ranks.
-        shards: The parts of the optimizer's state that this rank has; `None` unless `elastic.shard_state`.
+        shards: The shards of the optimizer's state that this rank has; `None` unless `elastic.shard_state`.
     """
 
     critical = True

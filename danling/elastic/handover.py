@@ -118,7 +118,7 @@ class Handover:
             state = self._live_state.read()
         payload = {
             **state,
-            # The parts of other ranks are sent by `Shards.exchange`.
+            # The shards of other ranks are sent by `Shards.exchange`.
             **own,
             "elastic": {
                 "stop_reason": session.stop_reason,

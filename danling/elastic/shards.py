@@ -1,9 +1,9 @@
-"""The state of the optimizer in parts, `elastic.shard_state`: each rank has that of its own parameters, and a mirror of the next rank's.
+"""The state of the optimizer in shards, `elastic.shard_state`: each rank has that of its own parameters, and a mirror of the next rank's.
 
-Every rank has all weights and the whole gradient. It steps the parameters of its two parts and gets the other weights from their owners.
+Every rank has all weights and the whole gradient. It steps the parameters of its two shards and gets the other weights from their owners.
 An update on shards is made in two collectives, and a rank may end in each:
 
-    all have the sums -> vote -> step of the own parts -> weights of all parts
+    all have the sums -> vote -> step of the own shards -> weights of all shards
 
 The vote says that all ranks have the sums. A rank that has passed it may step; if it has, all others can, since they have the sums too;
 if no one is left that has, the update is given up and made again. So no rank keeps a copy to take a step back.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from danling.distributed import MembershipChanged
-from danling.optim.state import from_parts, named_state_dict, to_parts
+from danling.optim.state import from_inner_tensors, named_state_dict, to_inner_tensors
 from danling.training.model_states import ModelStates
 from danling.utils.tensors import bucketed, flattened, scatter
 
@@ -42,7 +42,7 @@ _STEPS_EACH_ALONE = frozenset(
 """Optimizers of torch whose step of a parameter follows from its own state and gradient."""
 
 _WHOLE, _SUMS, _STEPPED, _TORN = "whole", "sums", "stepped", "torn"
-"""What a rank has: all weights of one update; the sums of one that it may make; its own parts after it; these, with an update given up."""
+"""What a rank has: all weights of one update; the sums of one that it may make; its own shards after it; these, with an update given up."""
 _IN_STEP = 1 << 60
 """Progress of ranks within a step, each another one: their weights are not to be compared."""
 _ALIGNMENT = 16
@@ -73,7 +73,7 @@ def parts_of(sizes: tuple[int, ...], ranks: int, rank: int) -> frozenset[int]:
 
 
 def check_optimizer(optimizer: object, *, scales: bool) -> None:
-    """Refuse what cannot be stepped in parts."""
+    """Refuse what cannot be stepped in shards."""
     kind = type(optimizer)
     is_of_torch = kind.__name__ in _STEPS_EACH_ALONE and kind is getattr(torch.optim, kind.__name__, None)
     received = None
@@ -89,7 +89,7 @@ def check_optimizer(optimizer: object, *, scales: bool) -> None:
 
 
 class Shards:
-    """The parts of the optimizer's state that this rank has.
+    """The shards of the optimizer's state that this rank has.
 
     Args:
         runner: The runner.
@@ -119,14 +119,14 @@ class Shards:
         self.held: frozenset[int] = frozenset()
         self._phase = _WHOLE
         self._version = -1 if member.joins else 0
-        """Steps of the optimizer that the parts here have had since the run was started; -1 without any."""
+        """Steps of the optimizer that the shards here have had since the run was started; -1 without any."""
         self._stepped: list[int] = []
         self._has_stepped = False
         self._incoming: tuple[int, dict[int, dict[str, Any]]] = (0, {})
-        """Steps and parts that have come in a change which is not complete yet."""
+        """Steps and shards that have come in a change which is not complete yet."""
         self._plan: tuple[object, list[list[list[nn.Parameter]]]] = (None, [])
         self._left_out: list[tuple[nn.Parameter, Tensor | None]] = []
-        """Gradients of other parts, while the optimizer steps."""
+        """Gradients of other shards, while the optimizer steps."""
         self._before = self._optimizer.register_step_pre_hook(lambda *_: self._before_step())
         self._after = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
         for hook in (self._before, self._after):
@@ -165,7 +165,7 @@ class Shards:
         self._optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
 
     def keep_own(self) -> None:
-        """Drop the state of other parts, where all of it was loaded."""
+        """Drop the state of other shards, where all of it was loaded."""
         self.held = parts_of(self._sizes, self._domain.size, self._domain.rank)
         for index, parameter in enumerate(self._parameters):
             if index not in self.held:
@@ -188,7 +188,7 @@ class Shards:
         self._has_stepped = True
         self._version += 1
         if self.held != parts_of(self._sizes, self._domain.size, self._domain.rank):
-            # All ranks have come through the change, so that older parts are not needed any more.
+            # All ranks have come through the change, so that older shards are not needed any more.
             self.keep_own()
         self._stepped = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
         others = [self._parameters[index] for index in self._stepped if index not in self.held]
@@ -228,7 +228,7 @@ class Shards:
 
     @torch.no_grad()
     def _share_weights(self) -> None:
-        """Give all ranks the weights that were stepped: each one sends those of its part."""
+        """Give all ranks the weights that were stepped: each one sends those of its shard."""
         size, rank = self._domain.size, self._domain.rank
         made_for = size, tuple(self._stepped)
         if self._plan[0] != made_for:
@@ -252,7 +252,7 @@ class Shards:
     # A change of the ranks
 
     def exchange(self, now: Membership) -> None:
-        """Bring the parts to where they belong. Called on all ranks of a group that was just formed, and again if it fails.
+        """Bring the shards to where they belong. Called on all ranks of a group that was just formed, and again if it fails.
 
         Raises:
             MembershipChanged: If the group must be formed again, since a rank finishes a step first.
@@ -287,7 +287,7 @@ class Shards:
         what = f"the state of the optimizer for {len(lost)} of {len(self._parameters)} parameters"
         why = (
             f"Two ranks ended at once, and {what if lost else 'the weights of the open update'} with them: elastic.shard_state keeps each "
-            f"part on two ranks. Start the command again with auto_resume: it continues from the newest checkpoint in "
+            f"shard on two ranks. Start the command again with auto_resume: it continues from the newest checkpoint in "
             f"{self._runner.workspace.checkpoints}."
         )
         if now.rank == 0:
@@ -297,7 +297,7 @@ class Shards:
 
     @torch.no_grad()
     def _complete_weights(self, has: list[list[int]], now: Membership) -> None:
-        """Give the ranks within a step the weights of all parts, each from one that has stepped it."""
+        """Give the ranks within a step the weights of all shards, each from one that has stepped it."""
         for source in range(now.size if now.size > 1 else 0):
             sent = [parameter for parameter, ranks in zip(self._parameters, has) if ranks[0] == source]
             for bucket in bucketed(sent):
@@ -307,7 +307,7 @@ class Shards:
                     scatter(flat, bucket)
 
     def _redistribute(self, has: list[list[int]], held: list[set[int]], now: Membership) -> dict[int, dict[str, Any]]:
-        """Send parts to the ranks that are to have them now, and return those that have come."""
+        """Send shards to the ranks that are to have them now, and return those that have come."""
         wanted = [parts_of(self._sizes, now.size, rank) for rank in range(now.size)]
         missing = set().union(*(wanted[rank] - held[rank] for rank in range(now.size)))
         found: dict[int, dict[str, Any]] = {}
@@ -335,17 +335,17 @@ class Shards:
         for index, entry in entries.items():
             if entry:
                 self._optimizer.state[self._parameters[index]] = {
-                    key: from_parts(value) for key, value in entry.items()
+                    key: from_inner_tensors(value) for key, value in entry.items()
                 }
         self._version, self._phase, self._incoming = version, _WHOLE, (version, {})
 
     # States
 
     def _packed(self, indices: Collection[int]) -> Tensor:
-        """Return parts as bytes, which no pickle reads."""
+        """Return shards as bytes, which no pickle reads."""
         state = self._optimizer.state
         entries = {
-            index: {key: to_parts(value) for key, value in state.get(self._parameters[index], {}).items()}
+            index: {key: to_inner_tensors(value) for key, value in state.get(self._parameters[index], {}).items()}
             for index in indices
         }
         stream = io.BytesIO()
@@ -358,14 +358,14 @@ class Shards:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the parts while the state of another rank is taken over."""
+        """Keep the shards while the state of another rank is taken over."""
         held, state = self.held, dict(self._optimizer.state)
         yield
         self.held = held
         self._optimizer.state.update(state)
 
     def gathered(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Return a state of the optimizer with all parts on the main process, and as it is on others. Called on all ranks."""
+        """Return a state of the optimizer with all shards on the main process, and as it is on others. Called on all ranks."""
         size, rank = self._domain.size, self._domain.rank
         if size == 1:
             return own
@@ -398,17 +398,17 @@ def _unpacked(data: Tensor) -> dict[int, dict[str, Any]]:
 
 
 class ShardedStates(ModelStates):
-    """The states of a model that each rank has whole, and of an optimizer that is in parts."""
+    """The states of a model that each rank has whole, and of an optimizer that is in shards."""
 
     def __init__(self, runner: TorchRunner, shards: Shards) -> None:
         super().__init__(runner)
         self._shards = shards
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state by parameter name: all of it on the main process, this rank's parts on others."""
+        """Return the optimizer's state by parameter name: all of it on the main process, this rank's shards on others."""
         return self._shards.gathered(super().optimizer_state())
 
     def load_optimizer(self, state: Mapping[str, object]) -> None:
-        """Restore the whole state, and keep this rank's parts of it."""
+        """Restore the whole state, and keep this rank's shards of it."""
         super().load_optimizer(state)
         self._shards.keep_own()

@@ -35,7 +35,7 @@ logger = logging.getLogger("danling")
 _CLASS, _PARTS, _CONTEXT, _SHAPE, _STRIDE = "tensor_class", "parts", "context", "shape", "stride"
 
 
-def to_parts(value: object) -> object:
+def to_inner_tensors(value: object) -> object:
     """Return a tensor that is made of others as a mapping of these and what puts them together; anything else as it is.
 
     It is such as `torch.compile` takes apart: with `__tensor_flatten__`. A DTensor is left, since checkpoints know it.
@@ -46,15 +46,15 @@ def to_parts(value: object) -> object:
     kind = type(value)
     return {
         _CLASS: f"{kind.__module__}:{kind.__qualname__}",
-        _PARTS: {name: to_parts(getattr(value, name)) for name in names},
+        _PARTS: {name: to_inner_tensors(getattr(value, name)) for name in names},
         _CONTEXT: context,
         _SHAPE: list(value.shape),
         _STRIDE: list(value.stride()),
     }
 
 
-def from_parts(value: object) -> object:
-    """Return a copy of the value that `to_parts` took apart; of a plain tensor too.
+def from_inner_tensors(value: object) -> object:
+    """Return a copy of the value that `to_inner_tensors` took apart; of a plain tensor too.
 
     Only loaded modules are searched for the class: the program that made the optimizer has it, and no file decides on imports.
     """
@@ -62,7 +62,7 @@ def from_parts(value: object) -> object:
         return value.clone()
     if not isinstance(value, Mapping) or _CLASS not in value:
         return value
-    parts = {name: from_parts(part) for name, part in value[_PARTS].items()}
+    parts = {name: from_inner_tensors(part) for name, part in value[_PARTS].items()}
     kind = _class(str(value[_CLASS]))
     return kind.__tensor_unflatten__(parts, value[_CONTEXT], torch.Size(value[_SHAPE]), tuple(value[_STRIDE]))
 
@@ -144,7 +144,7 @@ def _packed(value: object, path: str, parameters: Mapping[str, Tensor]) -> objec
         alike = (name for name, parameter in parameters.items() if _layout(parameter) == _layout(value))
         return {"kind": "shards", "like": next(alike, None), "value": value}
     if isinstance(value, Tensor):
-        return to_parts(value)
+        return to_inner_tensors(value)
     if type(value) in _PLAIN:
         return value
     if is_of_numpy(value) and (array := encode_array(value)) is not None:
@@ -174,9 +174,9 @@ def _layout(tensor: Tensor) -> object:
 def _unpacked(node: object, parameters: Mapping[str, Tensor]) -> Any:
     """Return what `_packed` was given, divided over the ranks as the parameters are now."""
     if not isinstance(node, Mapping) or "kind" not in node:
-        return from_parts(node)
+        return from_inner_tensors(node)
     if node["kind"] == "shards":
-        found, like = from_parts(node["value"]), parameters.get(node["like"])
+        found, like = from_inner_tensors(node["value"]), parameters.get(node["like"])
         if like is not None and isinstance(found, Tensor) and found.shape == local_part(like).shape != like.shape:
             return with_local_part(like, found)  # from the same rank of another replica group
         return found if like is None else shard_like(found, like)  # type: ignore[arg-type]
@@ -212,7 +212,7 @@ def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str,
     added = {key: _packed(values, key, parameters) for key, values in added_to(plain).items() if values}
     return {
         "state": {
-            flat[index]: {key: to_parts(value) for key, value in state.items()}
+            flat[index]: {key: to_inner_tensors(value) for key, value in state.items()}
             for index, state in plain["state"].items()
             if index in flat
         },
@@ -253,7 +253,7 @@ def load_named_state_dict(
     check_kind(optimizer, plain["param_groups"], groups)
     # Copies: an optimizer keeps tensors of the right dtype and device as they are, and the caller's would change in training.
     values = {
-        index_of[name]: {key: from_parts(value) for key, value in entry.items()}
+        index_of[name]: {key: from_inner_tensors(value) for key, value in entry.items()}
         for name, entry in state["state"].items()
     }
     added = added_to(plain)

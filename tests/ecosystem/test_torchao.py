@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.optim.state import from_parts, to_parts
+from danling.optim.state import from_inner_tensors, to_inner_tensors
 
 pytest.importorskip("torchao")
 
@@ -63,12 +63,12 @@ def test_a_resumed_run_ends_bitwise(kind: Any, backend: str, tmp_path: Path) -> 
 def test_a_tensor_is_taken_apart_and_put_together() -> None:
     tensor = OptimState8bit.zeros((8, 64))
     tensor.copy_(torch.randn(8, 64))
-    again: Any = from_parts(to_parts(tensor))
+    again: Any = from_inner_tensors(to_inner_tensors(tensor))
     assert torch.equal(again.dequantize(), tensor.dequantize()) and again.codes is not tensor.codes
-    parts: Any = to_parts(tensor)
+    parts: Any = to_inner_tensors(tensor)
     for name in ("torchao.optim.subclass_8bit:Tensor.add", "os:system", "not.loaded:OptimState8bit"):
         with pytest.raises(ValueError, match=r"Expected the optimizer that the checkpoint was saved with"):
-            from_parts({**parts, "tensor_class": name})
+            from_inner_tensors({**parts, "tensor_class": name})
 
 
 class QuantizedBase(dl.Runner):

@@ -1,4 +1,4 @@
-"""`elastic.shard_state`: the optimizer's state in parts, each on two ranks. Ranks that end one at a time lose nothing of it."""
+"""`elastic.shard_state`: the optimizer's state in shards, each on two ranks. Ranks that end one at a time lose nothing of it."""
 
 from __future__ import annotations
 
