@@ -197,7 +197,7 @@ class CheckpointStore:
     def prune(self, *, run: str, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
         """Remove the history of a run that retention gives up. What cannot be removed is tried again at the next save."""
         try:
-            # Those of an abandoned line count too: else they would stay for ever.
+            # Those of an abandoned branch count too: else they would stay for ever.
             records = [record for record in self.records(complete=True) if record.run == run]
         except OSError as error:
             logger.warning("Could not see which checkpoints in %s are old: %s", self.directory, error)
