@@ -239,6 +239,7 @@ class FileStore(CheckpointStore):
 
     def write(self, write: Callable[[storage.HashingWriter], object], records: Sequence[Record]) -> None:
         """Write one file durably and publish it under the names of the records, in their order."""
+        # Before new checksums wait: those of a killed save would be replaced, and its file have none.
         self._settle()
         paths = [self.path(record.name) for record in records]
         for path in paths:
@@ -246,10 +247,12 @@ class FileStore(CheckpointStore):
         staged = storage.staged_name(self.directory)
         written = storage.write_file(staged, write)
         try:
+            # Each sync is a barrier: after a power cut, a later rename is never on the disk without the earlier ones.
             for path, record in zip(paths, records):
                 storage.replace_text(_beside(path, NEXT), Manifest(record, {path.name: written}).text())
             storage.sync_directory(self.directory)
             for path in paths:
+                # The names of one save are links to one file: it is written once.
                 storage.link(staged, path)
             storage.sync_directory(self.directory)
             for path in paths:
@@ -270,6 +273,7 @@ class FileStore(CheckpointStore):
 
     def recover(self) -> None:
         storage.clean(self.directory)
+        # Deletions first: what they remove need not be hashed.
         for name in sorted(storage.names(self.directory)):
             if name.startswith(DELETING):
                 self.delete(name.removeprefix(DELETING))
@@ -282,6 +286,7 @@ class FileStore(CheckpointStore):
             waiting, sums = _beside(path, NEXT), _beside(path, FILE_SUMS)
             if not name.endswith(f"{SUFFIX}{NEXT}") or storage.size_of(waiting) is None:
                 continue
+            # By content: sizes of two saves of one model are often equal.
             if not _compare(path, NEXT, "full")[1]:
                 storage.make_way(sums)
                 storage.replace(waiting, sums)
@@ -764,6 +769,7 @@ class CheckpointDirectory:
     def refuse_lost(self) -> None:
         """Refuse to begin anew where there are checkpoints of which none can be loaded."""
         storage.refuse_no_directory(self.path)
+        # Notes what is skipped, which `lost` lists.
         self.records()
         lost = [line for store in self._whole() for line in store.lost()]
         if lost and self.find_latest() is None:
@@ -830,6 +836,7 @@ class CheckpointDirectory:
         if self._branch is not None:
             return
         storage.make_directory(self.path)
+        # Not before the first save: a run that only reads leaves the directory as it is.
         self.stores[0].recover()
         self.stores[0].pin()
         found = self.records()

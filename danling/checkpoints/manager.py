@@ -204,6 +204,7 @@ class CheckpointManager(ABC):
                 self.directory,
                 ", ".join(given_up),
             )
+            # What the mirror has dropped is not protected any more.
             self._prune()
             storage.require_space(self.directory, needed)
         return self.checkpoints.next_records(names, epoch=epoch, global_step=global_step)
@@ -265,7 +266,7 @@ class CheckpointManager(ABC):
         return path
 
     def find_latest(self) -> str | None:
-        """Return the newest checkpoint of this run's line that is intact, as a source to load; those that are skipped are logged.
+        """Return the newest intact checkpoint of this run's branch, as a source to load; those that are skipped are logged.
 
         Call on all ranks.
         """
@@ -279,7 +280,7 @@ class CheckpointManager(ABC):
     def begin(self, source: str | Path) -> None:
         """Note the checkpoint that the run goes on from. Call on all ranks.
 
-        Retention spares it. When it is not the newest, the next save begins a new line, and what was saved after it is no longer
+        Retention spares it. When it is not the newest, the next save begins a new branch, and what was saved after it is no longer
         part of the run; until then nothing changes on disk.
         """
         self.wait()

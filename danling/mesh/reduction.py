@@ -160,6 +160,7 @@ class MeshReduction(GradientReduction):
             flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present.to(device=device, dtype=dtype)])
             self.topology.domain(*self._axes_to_sum(parameters[0])).all_reduce(flat)
             if any(p.grad is None for p in parameters):
+                # Only then: the host waits for the numbers.
                 counts = flat[-len(parameters) :].tolist()
                 for parameter, count in zip(parameters, counts):
                     if parameter.grad is None and count:
@@ -258,6 +259,7 @@ class CanonicalReduceScatter(ReduceScatter):
         """Exchange a micro-batch of each rank. Called on all ranks of the group."""
         ranks = group.size()
         trained = [p for p in self.parameters.values() if p.requires_grad]
+        # FSDP2 leaves out parameters without a gradient, so that the buffer is shorter; it pads rows to a multiple of the ranks.
         padded = sum(-(-p.shape[0] // ranks) * ranks * (p.numel() // max(p.shape[0], 1)) for p in trained)
         if input_tensor.numel() != padded:
             raise self.without_gradient()

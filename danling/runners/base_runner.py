@@ -1054,6 +1054,7 @@ class BaseRunner(metaclass=MetaRunner):
             NonFiniteError: If the last update was not finite, which on an accelerator is found only now.
         """
         if self.config.checkpoint.load_only:
+            # Observers hear of the update, and of a save, as in a run that writes.
             with self._parts.session.saving():
                 return
         parts = self._parts

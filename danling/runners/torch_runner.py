@@ -154,6 +154,7 @@ class TorchRunner(BaseRunner):
         check_reduced(self)
         self._build_optimizer()
         self.build_dataloaders()
+        # The length of the schedule follows from these, and must be the same on all ranks.
         self._parts.data.agree_lengths()
         self.bind_optimizer()
         self._build_scheduler()
@@ -291,6 +292,7 @@ class TorchRunner(BaseRunner):
             self.observers.append(self.compilation)
             self._parts.closers.callback(self.compilation.close)
         for module in modules:
+            # In place: torch.compile(model) would put `_orig_mod.` before every name.
             self.compilation.compile(module)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -1069,6 +1071,7 @@ class TorchRunner(BaseRunner):
             for sentence in ties:
                 logger.warning("%s", sentence)
         if self.ema is not None:
+            # It was begun from the weights before.
             self.ema.reset()
         source = "a mapping" if isinstance(checkpoint, Mapping) else checkpoint
         logger.info("Loaded the weights of %s.", source)

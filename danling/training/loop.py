@@ -294,6 +294,7 @@ class TrainingLoop:
         session.begin(max_seconds=runner.config.max_time_seconds())
         session.running = True
         with ExitStack() as stack:
+            # Also where the training fails before its first update.
             stack.callback(session.leave)
             stack.enter_context(self._reporter.speaking())
             watch = RankWatch.of(runner, session, self._reporter, self._calls)
@@ -301,6 +302,7 @@ class TrainingLoop:
             runner.observers.extend(attached)
             stack.callback(self._detach, attached)
             stack.enter_context(session.observed())
+            # What cannot be trained is refused here, before a tracker is opened and a signal handler installed.
             self.begin_updates()
             runner.model.train()
             runner.open_trackers()
@@ -317,6 +319,7 @@ class TrainingLoop:
                 except TrainingAbandoned:
                     session.apply_requests(agree(runner.placement.optimizer, session.local_requests()))
                 session.running = False
+                # Before the state is saved: the last update of an accelerator may not have been finite.
                 self._update.raise_pending_error()
                 # Requests that travelled with the last update: on an accelerator, the next update reads them.
                 late = first_stop(self._update.sync.take_pending_requests())
@@ -328,6 +331,7 @@ class TrainingLoop:
                 raise
             finally:
                 session.leave()
+                # Where torchrun ends the ranks that are left when the first one has gone, they end by the code of the signal too.
                 session.uninstall_signals(keep=runner.placement.optimizer.size > 1)
                 self._reporter.end()
                 for loader in self._data.update_loaders().values():
@@ -361,9 +365,11 @@ class TrainingLoop:
         self._evaluate_every = runner.config.evaluate_interval or self._checkpoint_every
 
     def _finish(self) -> None:
+        """Save the end of the training, wait until that is on the disk, and log how it ended. Called on all ranks."""
         runner, session, manager = self._runner, self._session, self._runner.checkpoint_manager
         saved = runner.saver.save_last(signalled=session.stop_reason in BY_SIGNAL)
         if session.stop_reason is None and runner.config.checkpoint.last_save_model_only:
+            # In addition: a budget that is raised later continues from the full state.
             runner.saver.export()
         self._results.write()
         # On all ranks, so that an error of the background writer is raised on all of them.
@@ -409,6 +415,7 @@ class TrainingLoop:
                     if self._is_interrupted():
                         break
                 else:
+                    # Evaluated before the epoch is counted: a run that is stopped here is resumed in this evaluation.
                     self._evaluate(evaluated, "evaluate_epoch")
                     self._finish_epoch(splits, "epoch")
                     self._save_if_due(counters.epoch, final=counters.epoch == runner.epochs)
@@ -427,6 +434,7 @@ class TrainingLoop:
         """Train the rest of one pass over one split, and return its metrics; none where it was left half-way."""
         session = self._session
         for outcome in self._updates(split):
+            # Asked here, since a call that has nothing to do would cost every update.
             if session.save_requested or not session.updated_once:
                 self._after_update(outcome)
             if session.stop_reason:
@@ -545,6 +553,7 @@ class TrainingLoop:
         is_due = (final or step % self._evaluate_every == 0) and runner.is_step_mode
         is_made = again and self._results.scored_at == step
         if is_due and not is_made:
+            # Open until they are recorded: a run that is saved within the evaluation has them.
             self._results.open[split] = self._trained_metrics()
             self._validate(evaluated, final=final)
         elif is_due or step % self._checkpoint_every == 0 or step in runner.results:
@@ -588,6 +597,7 @@ class TrainingLoop:
         run_window, update = self.run_window, self._update
         source = self._data.begin(split)
         source.note_dataset()
+        # The program may have replaced model or optimizer between two passes.
         self._bind_reduction()
         update.split = split
         runner.observers.notify("pass_started", split)
@@ -660,11 +670,13 @@ class TrainingLoop:
             update.move_source = move
             outcome = session.update(runner.step)
             if outcome.reason == UNCOMMITTED:
+                # The replica groups have not agreed: the update is made again from the same batches.
                 batches = chain(consumed, batches)
                 continue
             if update.move_source is not None:  # an override of `step` has not called `super().step()`
                 update.end_batches()
             yield outcome
+            # After the evaluation and the save that the caller may make.
             if self.extensions and any(extension.ends_pass() for extension in self.extensions):
                 break
         if not has_batches:
@@ -689,6 +701,7 @@ class TrainingLoop:
     def _trained_metrics(self) -> dict[str, float]:
         """Return the metrics of the training batches since the last call, over all ranks and all that train together."""
         runner, losses, trained = self._runner, self._update.losses, self._train_metrics
+        # The loss of an update that was not finite must not become a result.
         self._update.raise_pending_error()
         metrics = losses.averages()
         # Called also where this rank has summed nothing: another rank may have, and the sum is a collective.

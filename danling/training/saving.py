@@ -81,6 +81,7 @@ class RunSaver:
     def save(self, *, history: bool = False, best: bool = False) -> None:
         """Save the full state. Called on all ranks."""
         runner = self._runner
+        # Left set where a rank ends in the save: those that are left make it again.
         self.open = history, best
         with self._session.saving():
             for check in (*self.checks, *self.before):
@@ -93,6 +94,7 @@ class RunSaver:
             else:
                 # As a save does, so that all replica groups continue with equal buffers.
                 runner.broadcast_buffers()
+            # Before the actions: the save is made, even if one of them fails.
             self.saved_at = self._position
             for action in self.saved:
                 action()
@@ -160,6 +162,7 @@ class RunSaver:
         Args:
             passing: Exceptions that are no failure: they are raised without a save.
         """
+        # Now, while all ranks are here and the state is that of training.
         save = self.prepare_emergency_save()
         step, _ = self.at
         try:
@@ -204,6 +207,7 @@ class RunSaver:
         if not (may_fail_alone and can_prepare):
             return self._save_together
         with self._session.saving():
+            # Not `before`: nothing is saved yet, and most evaluations do not fail.
             for check in self.checks:
                 check()
             save: Callable[[], bool] = manager.prepare_emergency_save(
@@ -213,9 +217,11 @@ class RunSaver:
 
     def _save_together(self) -> bool:
         """Save if the evaluation has failed on all ranks; return whether it has."""
+        # Each failure has another name: the marks of an earlier one are still in the store.
         self._failures += 1
         if not all_arrive(f"failed/{self._failures}", seconds=_PATIENCE_SECONDS):
             return False
+        # Its score is not known: the evaluation has failed.
         self._runner.save_checkpoint(save_best=False)
         self._runner.checkpoint_manager.wait()
         return True

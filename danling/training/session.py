@@ -121,6 +121,7 @@ class TrainingSession:
     def local_requests(self) -> frozenset[str]:
         """Return what this rank asks the others for, once. No communication."""
         signalled = self.signals is not None and self.signals.received is not None
+        # Asked in every update, most of which have nothing to tell.
         if not (signalled or self._requested or time.monotonic() >= self._deadline):
             return _NO_REQUESTS
         self.asked_to_stop()

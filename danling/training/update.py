@@ -454,6 +454,7 @@ class UpdateStep:
         if window.count == 0:
             runner.reduction.begin()
             self._gradients = None
+            # An update that the replica groups have not committed leaves it.
             self.move_source = None
             self._given = []
             self.schedule.begin_update()
@@ -569,6 +570,7 @@ class UpdateStep:
                 f"Expected `train_step` to call `self.backward(loss)` for every micro-batch. Received: {window.unscaled} of {window.count} "
                 "without. Call self.backward(loss) before you return; a loss that is only returned, or `loss.backward()`, is not weighed."
             )
+        # Before and after the optimizer's step, so that the error names the hook that has advanced the schedule.
         self.schedule.check("`train_step`")
         self._gradients = None
         of_phases = self._phases.close(self) if self._phases is not None else None
@@ -639,6 +641,7 @@ class UpdateStep:
             window.is_first = False
             runner.clip_gradients(grad_norm)
             self._keys.begin_update()
+            # Tells this step from one that `train_step` makes, which is refused.
             self._keys.in_update = True
             try:
                 runner.optimizer_step()
@@ -739,6 +742,7 @@ class UpdateStep:
     def _conclude(self, outcome: UpdateOutcome, *, steps_schedule: bool) -> None:
         """Advance everything that moves with an update, or nothing."""
         runner, train = self._runner, self._runner.state.train
+        # Also of a skipped update, which has read them.
         if not isinstance(outcome.samples, Tensor):
             train.samples += int(outcome.samples)
         else:
@@ -749,6 +753,7 @@ class UpdateStep:
             train.global_step += 1
             train.consecutive_skips = 0
             if train.global_step % self.log_every == 0:
+                # The rates of this update: the schedule advances next.
                 self.rates = rates_of(runner.optimizer)
             self.schedule.after_update(advances=steps_schedule)
             if runner.ema is not None:
