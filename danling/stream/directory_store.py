@@ -108,11 +108,13 @@ class DirectoryStore(CheckedStore):
                 # Checked before anything is written, and for each when it is published.
                 check_budget(first, len(objects[first]), self._count(), self.max_bytes)
                 writer.acquire()
+            # Without the lock: a sync takes long, and other writers may sync at the same time.
             with ThreadPoolExecutor(_SYNCING_THREADS) as threads:
                 list(threads.map(_write_synced, staged.values(), objects.values()))
             try:
                 return self._publish(staged, objects)
             finally:
+                # Also where the budget has refused one: those before it are published.
                 sync_directory(self._objects)
         except OSError as error:
             what = f"object {first!r}" if len(objects) == 1 else f"object {first!r} and {len(objects) - 1} more"
@@ -184,6 +186,7 @@ class DirectoryStore(CheckedStore):
     def _file(self, object_id: str) -> Path:
         """Return the file of an object: any string has a name, another one for each."""
         name = quote(object_id, safe="", errors="surrogatepass")
+        # A point would hide the file, and `~` begins the name of an object whose name is too long.
         if name[:1] in (".", "~"):
             name = f"%{ord(name[0]):02X}{name[1:]}"
         if len(name) > _LONGEST_NAME:
@@ -193,6 +196,7 @@ class DirectoryStore(CheckedStore):
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         with exclusive(self.path / "lock"):
+            # Once in each process: a forked worker has the attribute of its parent.
             if self._opened_by != os.getpid():
                 self._remove_left()
                 self._note(self._recount())  # what a power cut has left of the count is not trusted
