@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from glob import escape
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -18,18 +17,16 @@ import torch
 from torch import nn
 
 from danling.checkpoints import CheckpointManager, CheckpointSettings, read_config
-from danling.checkpoints.errors import CheckpointNotFound, restoring
+from danling.checkpoints.errors import restoring
 from danling.checkpoints.reading import (
-    CHECKSUMS,
     ExcludedFromLoading,
-    content_of,
     manager_named,
     stored_seed,
     without_untrusted_settings,
 )
 from danling.checkpoints.torch_files import FORMAT_VERSION
 from danling.config import RunnerConfig
-from danling.config.agreement import check_alike, content_differs
+from danling.config.agreement import check_alike
 from danling.config.inputs import impose
 from danling.config.lock import BUDGET, SettingsLock
 from danling.config.runner_config import continued
@@ -49,8 +46,8 @@ from danling.distributed import (
 from danling.metrics import Meters, ScoreBoard, check_numbers
 from danling.metrics.scores import BestScore
 from danling.reporting import Tracker, media
-from danling.reporting.trackers import FileMark
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
+from danling.training.restore import check_resume, check_sources_alike, restore_run
 from danling.training.run_state import (
     StatePart,
     check_complete,
@@ -61,11 +58,10 @@ from danling.training.run_state import (
     log_changes_since,
     log_exclusions,
     restore_positions,
-    restore_run,
+    run_parts,
 )
 from danling.training.session import BY_SIGNAL
 from danling.utils.hooks import is_overridden
-from danling.utils.process import arithmetic
 from danling.workspace import Workspace
 from danling.workspace.workspace import without_places
 
@@ -259,8 +255,8 @@ class BaseRunner(metaclass=MetaRunner):
         self._check_ranks_alike()  # `__init__` of a subclass may have changed settings
         self._parts.follow_store()
         if not joins:
-            self._check_resume()
-        self._check_sources_alike()
+            check_resume(self)
+        check_sources_alike(self)
         self.prepare_components()
         self.open_workspace()
         stores = self._parts.stores
@@ -342,42 +338,6 @@ class BaseRunner(metaclass=MetaRunner):
         """Refuse settings that differ between ranks. Called on all ranks."""
         if self.world.size > 1:
             check_alike(self.config, self.world.gather_objects)
-
-    def _check_sources_alike(self) -> None:
-        """Refuse sources that have another content on some ranks. Called on all ranks."""
-        if self.world.size == 1:
-            return
-        differing = {}
-        for key, hooks in (("resume", ("restore", "load_checkpoint", "read_checkpoint")), ("pretrained", ("restore",))):
-            source = self.config.get(key)
-            own = any(not getattr(self, hook).__module__.startswith("danling.") for hook in hooks)
-            if not source or "://" in source or own:
-                continue
-            look = partial(content_of, source, self.workspace.checkpoints)
-            contents = self.world.gather_objects(look())
-            if not all(CHECKSUMS in content for content in contents if content is not None):
-                contents = self.world.gather_objects(look(sampled=True))
-            # A rank that finds none fails where it reads it.
-            if len({content for content in contents if content is not None}) > 1:
-                sources = self.world.gather_objects(source)
-                differing[key] = [f"{place} ({content})" for place, content in zip(sources, contents)]
-        if differing:
-            raise content_differs(differing)
-
-    def _check_resume(self) -> None:
-        """Refuse a `resume` that no rank finds, before a model is moved and a directory is made."""
-        source, checkpoints = self.config.resume, self.workspace.checkpoints
-        hooks = (self.restore, self.load_checkpoint, self.read_checkpoint, self.init_checkpoint_manager)
-        own = any(not hook.__module__.startswith("danling.") for hook in hooks)
-        if not source or "://" in source or self.config.checkpoint.remote.url or own:
-            return
-        places = (Path(source), checkpoints / source)
-        found = any(match for path in places for match in path.parent.glob(f"{escape(path.name)}*"))
-        if not any(self.world.gather_objects(found)):
-            raise CheckpointNotFound(
-                f"Expected resume to be a checkpoint: a path, a URL, or a name in {checkpoints}. Received: {source!r}. Give one that is "
-                "there."
-            )
 
     def prepare_components(self) -> None:
         """Prepare what `__init__` has set: here the loaders. Called before the first file is written."""
@@ -972,44 +932,7 @@ class BaseRunner(metaclass=MetaRunner):
 
     def progress_parts(self) -> list[StatePart]:
         """Return the parts of the entry `state` of a checkpoint, in the order in which they are restored."""
-
-        def attempts() -> dict[str, Any]:
-            self.state.elastic.arithmetic = arithmetic(self.device)
-            return asdict(self.state.elastic)
-
-        def load_attempts(stored: Mapping[str, Any], _: Collection[str]) -> None:
-            self.state.elastic.load(stored)
-            self._parts.data.limit_micro_batch(self.state.elastic.micro_batch_size)
-            here, before = arithmetic(self.device), stored.get("arithmetic", {})
-            names = [name for name in here if before.get(name, here[name]) != here[name]]
-            if names and self.is_main_process:
-                logger.warning(
-                    "The run continues, but it is no longer bitwise reproducible. Its checkpoint was computed with %s.",
-                    "; ".join(f"{name} {before[name]}, now {here[name]}" for name in names),
-                )
-
-        def results() -> dict[str, Any]:
-            return {str(index): result for index, result in self.results.items()}
-
-        def load_results(stored: Mapping[str, Any], _: Collection[str]) -> None:
-            self.results = {int(index): result for index, result in stored.items()}
-
-        def mark() -> list[int] | None:
-            # A list, since a sharded checkpoint would take a mapping apart, and the other ranks have none.
-            found = self._parts.reporter.trackers.mark if self.is_main_process else None
-            return None if found is None else list(found)
-
-        def load_mark(stored: list[int] | None, _: Collection[str]) -> None:
-            self._parts.reporter.trackers.resume_from(None if stored is None else FileMark(*map(int, stored)))
-
-        return [
-            StatePart("train", lambda: asdict(self.state.train), lambda stored, _: self.state.train.load(stored)),
-            StatePart("elastic", attempts, load_attempts, default=dict),
-            # Only saved: a run goes on with the seed of its configuration.
-            StatePart("rng", lambda: asdict(self.state.rng), lambda stored, _: None),
-            StatePart("results", results, load_results, default=dict),
-            StatePart("metrics_mark", mark, load_mark, default=lambda: None),
-        ]
+        return run_parts(self, self._parts.data, self._parts.reporter.trackers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: tensors, not copied, and plain values.

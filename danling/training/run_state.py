@@ -1,21 +1,18 @@
-"""What a run saves and restores: its parts in order, which checkpoints are refused, how it is saved, and what it begins from."""
+"""What a run saves and restores: its parts in order, and which checkpoints are refused."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from danling.checkpoints.errors import (
     CheckpointDamaged,
-    CheckpointDiskError,
     CheckpointMismatch,
-    CheckpointNotFound,
     restoring,
 )
 from danling.checkpoints.reading import USERS_OWN, ExcludedFromLoading
@@ -24,6 +21,8 @@ from danling.config import identity
 from danling.data import BatchSource, DataLoader
 from danling.distributed import Domain
 from danling.optim.joint import OWN, SHARED
+from danling.reporting.trackers import FileMark, TrackerSet
+from danling.utils.process import arithmetic
 
 from .recompute import map_carry
 
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from .results import RunResults
 
 logger = logging.getLogger("danling")
-
-_ATTEMPTS_TO_READ = 3
 
 
 @dataclass(frozen=True)
@@ -203,7 +200,7 @@ def _by_name(parts: Iterable[StatePart]) -> dict[str, StatePart]:
     return {part.name: part for part in parts}
 
 
-# The parts of a training
+# The parts of a run
 
 
 def component_parts(runner: TorchRunner, frozen: FrozenWeights) -> list[StatePart]:
@@ -247,6 +244,48 @@ def component_parts(runner: TorchRunner, frozen: FrozenWeights) -> list[StatePar
     if runner.scheduler is not None:
         parts.append(StatePart("scheduler", lambda: runner.scheduler.state_dict(), load_scheduler))
     return parts
+
+
+def run_parts(runner: BaseRunner, data: RunData, trackers: TrackerSet) -> list[StatePart]:
+    """Return what every run has in the entry `state` of a checkpoint."""
+
+    def attempts() -> dict[str, Any]:
+        runner.state.elastic.arithmetic = arithmetic(runner.device)
+        return asdict(runner.state.elastic)
+
+    def load_attempts(stored: Mapping[str, Any], _: Collection[str]) -> None:
+        runner.state.elastic.load(stored)
+        data.limit_micro_batch(runner.state.elastic.micro_batch_size)
+        here, before = arithmetic(runner.device), stored.get("arithmetic", {})
+        names = [name for name in here if before.get(name, here[name]) != here[name]]
+        if names and runner.is_main_process:
+            logger.warning(
+                "The run continues, but it is no longer bitwise reproducible. Its checkpoint was computed with %s.",
+                "; ".join(f"{name} {before[name]}, now {here[name]}" for name in names),
+            )
+
+    def results() -> dict[str, Any]:
+        return {str(index): result for index, result in runner.results.items()}
+
+    def load_results(stored: Mapping[str, Any], _: Collection[str]) -> None:
+        runner.results = {int(index): result for index, result in stored.items()}
+
+    def mark() -> list[int] | None:
+        # A list, since a sharded checkpoint would take a mapping apart, and the other ranks have none.
+        found = trackers.mark if runner.is_main_process else None
+        return None if found is None else list(found)
+
+    def load_mark(stored: list[int] | None, _: Collection[str]) -> None:
+        trackers.resume_from(None if stored is None else FileMark(*map(int, stored)))
+
+    return [
+        StatePart("train", lambda: asdict(runner.state.train), lambda stored, _: runner.state.train.load(stored)),
+        StatePart("elastic", attempts, load_attempts, default=dict),
+        # Only saved: a run continues with the seed of its configuration.
+        StatePart("rng", lambda: asdict(runner.state.rng), lambda stored, _: None),
+        StatePart("results", results, load_results, default=dict),
+        StatePart("metrics_mark", mark, load_mark, default=lambda: None),
+    ]
 
 
 def progress_parts(
@@ -527,46 +566,3 @@ def log_changes_since(payload: Mapping[str, Any]) -> None:
             version,
             "; ".join(changes),
         )
-
-
-# The beginning of a run
-
-
-def restore_run(runner: BaseRunner) -> None:
-    """Load what the configuration names: `resume`, else `auto_resume`, else `pretrained`. Called on all ranks."""
-    config, manager = runner.config, runner.checkpoint_manager
-    if not config.checkpoint.load_only:
-        # Check now rather than at the first save. Replica groups share the directory, where another group may be writing: no tidying.
-        if not config.ft.enabled:
-            manager.on_main(manager.checkpoints.tidy)
-        manager.on_main(manager.checkpoints.refuse_foreign)
-    others_write = config.ft.enabled and config.auto_resume
-    attempts = _ATTEMPTS_TO_READ if others_write else 1
-    for _ in range(attempts - 1):
-        with suppress(CheckpointDamaged, CheckpointNotFound):
-            # Another replica group may replace a checkpoint between finding and reading it; then there is a newer one.
-            return _load_first(runner)
-    _load_first(runner)
-
-
-def _load_first(runner: BaseRunner) -> None:
-    config, manager = runner.config, runner.checkpoint_manager
-    source = config.resume
-    if not source and config.auto_resume:
-        source = manager.find_latest()
-    while source:
-        try:
-            runner.load_checkpoint(source)
-            return
-        except (CheckpointDamaged, CheckpointDiskError) as error:
-            if config.resume:
-                raise
-            # Its checksums fit and it still cannot be read: skip it, and take the one before.
-            manager.on_main(partial(manager.checkpoints.skip, source, error))
-        source = manager.find_latest()
-    if config.auto_resume:
-        manager.on_main(manager.checkpoints.refuse_lost)
-        directory = runner.workspace.checkpoints
-        logger.info("auto_resume: no checkpoint of this run in %s yet; starting from scratch.", directory)
-    if config.pretrained:
-        runner.load_pretrained(config.pretrained)

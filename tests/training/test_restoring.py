@@ -11,7 +11,7 @@ import pytest
 
 from danling.checkpoints import CheckpointDamaged, CheckpointDiskError, CheckpointNotFound
 from danling.config import RunnerConfig
-from danling.training.run_state import restore_run
+from danling.training.restore import restore_run
 from danling.training.saving import index_of_best_elsewhere
 
 
