@@ -216,7 +216,7 @@ class Phases:
             reason = None if committed else first.reason
             outcome = UpdateOutcome(committed, first.weight, loss_sum, first.samples, norm, reason)
         else:  # no phase was due: the ranks agree on samples and requests all the same
-            totals = update.agree(window)
+            totals = update.sum_window(window)
             requests = totals.requests
             outcome = UpdateOutcome(True, totals.weight, totals.loss, totals.samples)
         window.reset()

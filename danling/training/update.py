@@ -607,7 +607,7 @@ class UpdateStep:
             self.canonical.drop()
         self._session.in_step = self._session.in_update = False
 
-    def agree(self, window: Window) -> StepTotals:
+    def sum_window(self, window: Window) -> StepTotals:
         """Return the sums of a window over all ranks: the one collective of an update."""
         requests = self._session.local_requests()
         try:
@@ -621,7 +621,7 @@ class UpdateStep:
         runner, window, session = self._runner, self._runner.window, self._session
         if runner.placement.optimizer.size > 1:
             runner.reduction.check_backward()
-        totals = self.agree(window)
+        totals = self.sum_window(window)
         runner.complete_gradients()
         step = runner.state.train.global_step + 1
         agreed = runner.reduction.agree(totals)
