@@ -167,6 +167,7 @@ def seed_host_streams(seed: int) -> None:
 
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed torch's CPU generator and that of a device, as `seed_streams` does, and no other stream."""
+    # Not `torch.manual_seed`, which visits every kind of accelerator: 149 us instead of 1.5.
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         seed_device(seed, device)

@@ -41,6 +41,7 @@ class WorkerInit:
     def __call__(self, worker_id: int) -> None:
         """Prepare the worker process `worker_id`."""
         if threading.current_thread() is threading.main_thread():
+            # A launcher signals the whole process group. The parent decides when its workers end.
             for number in _IGNORED:
                 signal.signal(number, signal.SIG_IGN)
             if hasattr(signal, "pthread_sigmask"):

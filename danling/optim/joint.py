@@ -120,6 +120,7 @@ class JointOptimizer(Optimizer):
                 )
         self._is_made = False
         groups = self.param_groups
+        # torch looks within one optimizer only.
         parameters = [id(parameter) for group in groups for parameter in group["params"]]
         if len(parameters) != len(set(parameters)):
             raise ValueError(

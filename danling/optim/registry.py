@@ -347,7 +347,7 @@ def _build(
     trains_here = any(not isinstance(entry, dict) or entry["params"] for entry in params)
     if whole is None or trains_here or not any(whole.values()):
         return OPTIMIZERS.build(params=params, **options)
-    # All groups are empty on this rank.
+    # All groups are empty on this rank, and torch refuses an optimizer without parameters.
     first, *others = params or [{"params": []}]
     stand_in = nn.Parameter(torch.zeros((), device=device))
     optimizer = OPTIMIZERS.build(params=[{**first, "params": [stand_in]}, *others], **options)

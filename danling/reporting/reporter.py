@@ -353,6 +353,7 @@ def _how_to_resume(runner: TorchRunner, latest: Path, reason: str | None) -> str
     if given is None or (spec is None and file is None):  # as in a notebook
         changed = f", {more}" if more else ""
         return f"{type(runner).__name__}.from_checkpoint({_shown(latest)!r}{changed}).train()"
+    # Without torchrun's own options, such as the address of the first machine, which its processes do not know.
     command = launch_command(runner.world_size)
     command += ["-m", spec.name] if spec is not None else [_shown(Path(str(file)))]
     listed = runner.config.secret_keys or ()

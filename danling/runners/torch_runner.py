@@ -141,6 +141,7 @@ class TorchRunner(BaseRunner):
         self._join_components()
         check_components(self)
         self._parts.prepare()
+        # A replica group takes back updates that it has not committed, by `recompute` of the parts.
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
@@ -152,6 +153,7 @@ class TorchRunner(BaseRunner):
             # Weights that the program freezes before the first save are saved too: they may have been trained until then.
             self._parts.frozen.note_trained()
         check_reduced(self)
+        # Over the parameters as the stack has them now: on the device, and divided.
         self._build_optimizer()
         self.build_dataloaders()
         # The length of the schedule follows from these, and must be the same on all ranks.
@@ -160,6 +162,7 @@ class TorchRunner(BaseRunner):
         self._build_scheduler()
         self._parts.keys.see_early_steps(self.optimizer, self._parts.closers)
         check_modes(self)
+        # Schedule-free optimizers keep other weights for evaluations.
         enter_training(self.optimizer)
         self._open_sources()
         if self._parts.canonical is not None:

@@ -275,6 +275,7 @@ class WindowGradients:
         gone = [parameter for parameter in self._parameters if parameter.grad is None]
         first = self._first
         if not gone and first is not None and first._version != self._version:
+            # Written to, which a program may do. Values are read only then: the host waits for them.
             gone = self._zeroed(first)
         if not gone:
             return
