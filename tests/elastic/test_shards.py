@@ -189,7 +189,7 @@ def test_neighbours_that_end_at_once_end_the_run_by_name(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 20])
-def test_parts_are_even_and_each_is_on_two_ranks(ranks: int) -> None:
+def test_shards_are_even_and_each_is_on_two_ranks(ranks: int) -> None:
     sizes = tuple(1 + (index * 7919) % 101 for index in range(60))
     found = [parts_of(sizes, ranks, rank) for rank in range(ranks)]
     loads = [sum(size for size, owner in zip(sizes, owners(sizes, ranks)) if owner == rank) for rank in range(ranks)]
@@ -238,6 +238,6 @@ def _weights() -> list[torch.Tensor]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_has_no_parts_is_refused(optimizer: torch.optim.Optimizer, scales: bool, received: str) -> None:
+def test_optimizer_that_cannot_be_divided_is_refused(optimizer: torch.optim.Optimizer, scales: bool, received: str) -> None:
     with pytest.raises(ValueError, match=f"Received: {received}.*unset elastic.shard_state"):
         check_optimizer(optimizer, scales=scales)
