@@ -1,4 +1,4 @@
-"""Attaches elastic ranks to a runner: where a change of the ranks is noticed, what it takes back, and how the ranks go on together.
+"""Attaches elastic ranks to a runner: where a change of the ranks is noticed, what it takes back, and how the ranks continue together.
 
 A change is noticed in the collectives of an update, an evaluation or a save, and where an update begins. What was begun is taken back, the
 process group is formed again, ranks that are behind or new take the state of one that is furthest, and all of them enter the loops as a run
@@ -68,7 +68,7 @@ def check_config(config: RunnerConfig, stack: str) -> None:
     checkpoint, audit = config.checkpoint, config.audit
     audits = any(value is not None for value in (audit.digest_interval, audit.replay_interval, audit.gradients.dir))
     wrong = [
-        (stack not in ("ddp", "base"), f"stack={stack!r}", "Train on ddp"),
+        (stack != "ddp", f"stack={stack!r}", "Train on ddp"),
         (config.gradient_sum != "canonical", f"gradient_sum={config.gradient_sum!r}", "Set gradient_sum='canonical'"),
         (config.ft.enabled, "ft.enabled=True", "Use one of them"),
         (config.backend not in (None, "gloo"), f"backend={config.backend!r}", "Unset it"),

@@ -10,6 +10,7 @@ import pytest
 import danling as dl
 from danling.elastic import attach
 from danling.elastic.wire import ADDRESS
+from danling.runners.base_runner import BaseRunner
 
 from .training import settings
 
@@ -37,6 +38,12 @@ def test_setting_that_needs_all_ranks_is_refused(more: dict[str, Any], message: 
     with pytest.raises(ValueError, match="settings that allow a rank to end") as caught:
         dl.Runner(settings(workspace_root=str(tmp_path), elastic={"enabled": True}, **more))
     assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("supported")
+def test_runner_with_its_own_loop_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="stack='base'. Train on ddp"):
+        BaseRunner(settings(workspace_root=str(tmp_path), elastic={"enabled": True}))
 
 
 @pytest.mark.usefixtures("supported")

@@ -238,6 +238,8 @@ def _weights() -> list[torch.Tensor]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_optimizer_that_cannot_be_divided_is_refused(optimizer: torch.optim.Optimizer, scales: bool, received: str) -> None:
+def test_optimizer_that_cannot_be_divided_is_refused(
+    optimizer: torch.optim.Optimizer, scales: bool, received: str
+) -> None:
     with pytest.raises(ValueError, match=f"Received: {received}.*unset elastic.shard_state"):
         check_optimizer(optimizer, scales=scales)
