@@ -276,10 +276,13 @@ class KeptAttributes:
     def _warn_of_misspelt(self) -> None:
         """Name what `saved` and `not_saved` declare where the runner has almost such an attribute instead."""
         runner = self._runner
-        own = sorted(vars(runner).keys() - runner.library_names)
-        for declared in ("saved", "not_saved"):
-            for name in sorted(declared_names(runner, declared) - {*own, *self._misspelt}):
-                meant = closest_typo(name, own)
+        names = {declared: declared_names(runner, declared) for declared in ("saved", "not_saved")}
+        own = vars(runner).keys() - runner.library_names
+        # Of two names that are declared, such as bank_a and bank_b, a program may have one.
+        others = sorted(own.difference(*names.values()))
+        for declared, of_class in names.items():
+            for name in sorted(of_class - own - self._misspelt):
+                meant = closest_typo(name, others)
                 if meant is not None and runner.is_main_process:
                     self._misspelt.add(name)
                     logger.warning(

@@ -71,7 +71,7 @@ class PassAgreement:
         self.blind = blind
         self.collective_forward = collective_forward
         self._compared: set[str] = set()
-        self._first: dict[str, object] = {}
+        self._first: dict[str, tuple[int, object]] = {}
 
     def ends_alike(self, source: BatchSource) -> bool:
         """Whether every rank is known to see the end of a pass at the same batch; the same answer on all ranks."""
@@ -109,10 +109,10 @@ class PassAgreement:
         split = source.split
         if split in self._compared:
             return True
-        if split in self._first:
-            # The workers of a loader deliver in turn.
-            is_same = self._first.pop(split) == describe(batch.data)
-            if is_same and self.domain.rank == 0:
+        first = self._first.pop(split, None)
+        # The workers of a loader deliver in turn. The first batches of two passes are of one worker.
+        if first is not None and first[0] == source.epoch:
+            if first[1] == describe(batch.data) and self.domain.rank == 0:
                 logger.warning(
                     "Two workers read the same data in split %r, so that its samples come several times in a pass. Divide the stream by "
                     "torch.utils.data.get_worker_info(), or set num_workers to 1.",
@@ -120,10 +120,11 @@ class PassAgreement:
                 )
             self._compared.add(split)
             return True
-        self._compare_ranks(source, batch)
+        if first is None:
+            self._compare_ranks(source, batch)
         streams = isinstance(getattr(source.loader, "dataset", None), IterableDataset)
         if streams and getattr(source.loader, "num_workers", 0) > 1 and batch.data is not PLACEHOLDER:
-            self._first[split] = describe(batch.data)
+            self._first[split] = source.epoch, describe(batch.data)
             return False
         self._compared.add(split)
         return True

@@ -277,14 +277,14 @@ def test_the_list_of_attributes_without_an_encoding_is_bounded(
 
 
 class Misspelt(Small):
-    saved = ("teachr",)
+    saved = ("teachr", "bank_a", "bank_b")
     not_saved = ("begun", "made_later")
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.teacher = nn.Linear(2, 2).requires_grad_(False)
         self.begun_at = 0.0
-        self.begum = 0.0
+        self.begum = self.bank_a = 0.0
         self.second = iter(range(3))
 
 

@@ -150,21 +150,22 @@ def test_ranks_with_the_same_batches_are_named_once() -> None:
 
 
 class Numbers(IterableDataset[torch.Tensor]):
-    """A stream of 8 samples, of which each worker reads all, or its share."""
+    """A stream of some samples, of which each worker reads all, or its share."""
 
-    def __init__(self, divided: bool) -> None:
+    def __init__(self, divided: bool, samples: int) -> None:
         self.divided = divided
+        self.samples = samples
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if self.divided and worker is not None else (0, 1)
-        return iter([torch.tensor([float(number)]) for number in range(first, 8, step)])
+        return iter([torch.tensor([float(number)]) for number in range(first, self.samples, step)])
 
 
 class Streamed(TorchRunner):
-    def __init__(self, config: dict[str, Any], divided: bool) -> None:
+    def __init__(self, config: dict[str, Any], divided: bool, samples: int) -> None:
         super().__init__(config)
-        self.datasets = {"train": Numbers(divided)}
+        self.datasets = {"train": Numbers(divided, samples)}
         self.model = nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
@@ -174,12 +175,15 @@ class Streamed(TorchRunner):
         return None, loss
 
 
-@pytest.mark.parametrize(("divided", "updates"), [(False, 8), (True, 4)])
+# Of one sample, only the first worker has a batch, which comes in each pass.
+@pytest.mark.parametrize(("divided", "samples", "updates"), [(False, 8, 8), (True, 8, 4), (True, 1, 1)])
 def test_workers_that_read_the_same_stream_are_named_once(
-    divided: bool, updates: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    divided: bool, samples: int, updates: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = {"epochs": 2, "seed": 1, "dir": str(tmp_path), "log": False}
-    with Streamed({**config, "dataloader": {"batch_size": 2, "num_workers": 2}}, divided) as runner:
+    with Streamed(
+        {**config, "dataloader": {"batch_size": 2, "num_workers": 2, "drop_last": False}}, divided, samples
+    ) as runner:
         runner.train()
         assert runner.train_state.global_step == 2 * updates
     assert sum("Two workers read the same data" in line for line in caplog.messages) == (not divided)
