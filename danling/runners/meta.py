@@ -56,7 +56,7 @@ class MetaRunner(type):
                     note_unbuilt(runner, error)
                     raise
                 forgotten = error  # without the library's `__init__` nothing of it is there
-            except Exception as error:
+            except TypeError as error:
                 note_unbuilt(runner, error)
                 raise
             finally:
@@ -80,9 +80,11 @@ class MetaRunner(type):
         return runner
 
 
-def note_unbuilt(runner: Any, error: Exception) -> None:
-    """Say in an error of the user's `__init__` about `None` that the optimizer is made later."""
-    if "NoneType" in str(error) and getattr(runner, "optimizer", runner) is None:
+def note_unbuilt(runner: Any, error: AttributeError | TypeError) -> None:
+    """Say in an error of the user's `__init__` about `None` as an optimizer that this is made later."""
+    # The second text is that of torch's schedules.
+    is_about_optimizer = getattr(error, "name", None) == "param_groups" or "NoneType is not an Optimizer" in str(error)
+    if is_about_optimizer and getattr(runner, "optimizer", runner) is None:
         error.add_note(
             "In __init__, self.optimizer is None: the runner makes it of `optim.type` afterwards. Make it there, or make the schedule "
             "in an override of `build_scheduler`, or by `scheduler.type`."

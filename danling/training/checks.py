@@ -210,8 +210,10 @@ def misnamed(runner: TorchRunner, built_optimizer: object, built_scheduler: obje
 
 
 def _collates_by_default(runner: TorchRunner) -> bool:
-    """Whether the library builds the loaders, and no setting says how samples are made into a batch."""
-    if not runner.datasets or is_overridden(runner, "build_dataloader") or is_overridden(runner, "build_dataloaders"):
+    """Whether the library builds all loaders, and no setting says how samples are made into a batch."""
+    has_own = bool(runner.dataloaders.keys() - runner.datasets.keys())
+    builds = not (is_overridden(runner, "build_dataloader") or is_overridden(runner, "build_dataloaders"))
+    if has_own or not runner.datasets or not builds:
         return False
     section = runner.config.get("dataloader", None) or {}
     sections = [section, *(value for value in section.values() if isinstance(value, Mapping))]

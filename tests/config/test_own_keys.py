@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from support.toys import Line, settings
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 import danling as dl
 from danling.config.names import place_of
@@ -264,9 +264,9 @@ def test_optional_key_may_be_absent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["method", "attribute"])
-@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("declared", ["", "in a setting", "in a loader"])
 def test_how_samples_are_collated_is_named_where_no_setting_says_it(
-    where: str, declared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    where: str, declared: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kind = type("Collating", (Line,), {"collate_fn": lambda self, samples: samples} if where == "method" else {})
 
@@ -275,11 +275,15 @@ def test_how_samples_are_collated_is_named_where_no_setting_says_it(
         if where == "attribute":
             self.collate_fn = default_collate
         self.datasets["val"] = self.datasets["train"]
+        if declared == "in a loader":
+            self.dataloaders["test"] = DataLoader(self.datasets["train"], collate_fn=self.collate_fn)
 
     kind.__init__ = init  # type: ignore[misc]
-    more = {"dataloader": {"batch_size": 2, "val": {"collate_fn": default_collate}}} if declared else {}
+    more = (
+        {"dataloader": {"batch_size": 2, "val": {"collate_fn": default_collate}}} if declared == "in a setting" else {}
+    )
     kind(settings(tmp_path, **more)).close()
-    assert ("did you mean `dataloader.collate_fn`" in caplog.text) != declared
+    assert ("did you mean `dataloader.collate_fn`" in caplog.text) == (not declared)
 
 
 def test_hook_of_another_trainer_is_named_unless_the_hook_here_is_overridden_too(

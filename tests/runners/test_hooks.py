@@ -312,15 +312,26 @@ def test_what_an_overridden_builder_makes_is_checked_as_what_init_makes(
         type("Built", (Line,), {hook: made})(settings(tmp_path, steps=6))
 
 
-def test_an_error_of_init_that_needs_the_optimizer_says_where_it_is_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("needs", "is_told"),
+    [
+        (lambda runner: torch.optim.lr_scheduler.StepLR(runner.optimizer, 3), True),
+        (lambda runner: runner.optimizer.param_groups, True),
+        (lambda runner: runner.criterion.weight, False),
+    ],
+)
+def test_an_error_of_init_that_needs_the_optimizer_says_where_it_is_made(
+    needs: Any, is_told: bool, tmp_path: Path
+) -> None:
     class Early(Line):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+            self.criterion = None
+            needs(self)
 
-    with pytest.raises(TypeError, match="NoneType") as caught:
+    with pytest.raises((TypeError, AttributeError), match="NoneType") as caught:
         Early(settings(tmp_path, steps=6))
-    assert "`build_scheduler`" in "".join(caught.value.__notes__)
+    assert ("`build_scheduler`" in "".join(getattr(caught.value, "__notes__", ()))) == is_told
 
 
 # step and optimizer_step
