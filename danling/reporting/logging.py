@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -38,6 +38,7 @@ class RunLog:
         file: The log file, appended to; its directory is created. `None` writes none.
         is_main: Whether this process is the main one.
         rank: Rank of this process.
+        early: Records that the file begins with, which the console has shown.
 
     Raises:
         OSError: If the file cannot be opened; nothing stays open then.
@@ -46,7 +47,14 @@ class RunLog:
     _level_before = logging.NOTSET
     """Level of the logger before the first of the open logs."""
 
-    def __init__(self, file: str | os.PathLike[str] | None, *, is_main: bool = True, rank: int = 0) -> None:
+    def __init__(
+        self,
+        file: str | os.PathLike[str] | None,
+        *,
+        is_main: bool = True,
+        rank: int = 0,
+        early: Iterable[logging.LogRecord] = (),
+    ) -> None:
         level = logging.INFO if is_main else logging.WARNING
         self.file_handler: logging.FileHandler | None = None
         if file is not None and is_main:
@@ -64,6 +72,9 @@ class RunLog:
             if LOGGER.level == logging.NOTSET or LOGGER.level > level:
                 LOGGER.setLevel(level)
             _open_logs.append(self)
+        if self.file_handler is not None:
+            for record in early:
+                self.file_handler.handle(record)
 
     def _opened(self, file: str | os.PathLike[str]) -> logging.FileHandler:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +116,33 @@ class RunLog:
             if not _open_logs:
                 LOGGER.removeHandler(self._console)
                 LOGGER.setLevel(RunLog._level_before)
+
+
+class EarlyLog(logging.Handler):
+    """Shows what a construction warns of before the log of its run is open, as the log will, and keeps it for the file of that log.
+
+    Args:
+        rank: Rank of this process, `None` on the main one.
+    """
+
+    def __init__(self, rank: int | None = None) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self._console = ConsoleHandler(rank)
+        LOGGER.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record, unless it belongs to another run, and show it where no open log does."""
+        if _speaking.get() is None:
+            self.records.append(record)
+        if not _open_logs:
+            self._console.emit(record)
+
+    def end(self) -> list[logging.LogRecord]:
+        """Listen no more, and return what was kept. A second call returns nothing."""
+        LOGGER.removeHandler(self)
+        records, self.records = self.records, []
+        return records
 
 
 class ConsoleHandler(logging.Handler):

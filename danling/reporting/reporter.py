@@ -18,7 +18,7 @@ from danling.utils.observers import Observer
 from danling.utils.process import launch_command
 from danling.utils.secrets import hide_secrets, names_secret, secret_values
 
-from .logging import RunLog, beside_bar
+from .logging import EarlyLog, RunLog, beside_bar
 from .progress import Progress, format_number, format_scores
 from .rank_times import RankTimes
 from .telemetry import Telemetry
@@ -73,12 +73,19 @@ class Reporter(Observer):
         self._sums_loss = False
         self._runner: TorchRunner | None = None
         """The runner while it trains."""
+        self._early: EarlyLog | None = None
         self._log: RunLog | None = None
         self._result_lines = self._stream_lines = Paced(0.0)
 
+    def begin_log(self) -> None:
+        """Show warnings from here on, and keep them until the log of the run is open."""
+        self._early = EarlyLog(None if self._owner.is_main_process else self._owner.rank)
+        self._closers.callback(self._early.end)
+
     def open_log(self, file: Path | None) -> None:
         """Open the log of the run, in a file if there is one."""
-        self._log = RunLog(file, is_main=self._owner.is_main_process, rank=self._owner.rank)
+        early = self._early.end() if self._early is not None else []
+        self._log = RunLog(file, is_main=self._owner.is_main_process, rank=self._owner.rank, early=early)
         self._closers.callback(self._log.close)
 
     def become_main(self, file: Path | None) -> None:

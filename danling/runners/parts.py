@@ -108,6 +108,7 @@ class Parts:
     def join(self) -> None:
         """Make what needs the other ranks. Called on all ranks."""
         owner = self.owner
+        self.reporter.begin_log()
         # An elastic rank may end at any time, which the comparison would take for a call of another method.
         if self.elastic is None:
             self.calls = CollectiveCalls.of(

@@ -6,8 +6,10 @@ import logging
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.toys import Line, settings
 from support.warm import interpreter
 
 from danling.reporting import RunLog
@@ -87,3 +89,38 @@ def test_program_with_its_own_terminal_log_shows_each_line_once(is_main: bool, t
     done = subprocess.run([interpreter(), "-c", script, str(file)], capture_output=True, text=True, check=True)
     assert done.stderr == ("mine hello\n" if is_main else "") + "mine odd\n"
     assert file.exists() == is_main and (not is_main or "INFO danling: hello\n" in file.read_text())
+
+
+class Warned(Line):
+    """Warns while it is constructed, before its log is open."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        logger.warning("early")
+        if self.config.get("broken", False):
+            self.model = None
+
+
+def test_warnings_of_a_construction_are_shown_once_and_begin_the_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Warned(settings(tmp_path, log=True)) as runner:
+        logger.warning("late")
+        with Warned(settings(tmp_path / "other", log=True)) as second:
+            others = second.workspace.log_file
+    lines = [line.split(" ", 2)[2] for line in runner.workspace.log_file.read_text().splitlines()]
+    assert [line for line in lines if "early" in line or "late" in line][:2] == [
+        "WARNING danling: early",
+        "WARNING danling: late",
+    ]
+    assert others.read_text().count("WARNING danling: early") == 1
+    shown = [line.split(" ", 1)[0] for line in capfd.readouterr().err.splitlines() if "early" in line]
+    assert shown == ["WARNING:", "WARNING:"]
+
+
+def test_a_construction_that_fails_leaves_the_logger_as_it_was(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="`self.model`"):
+        Warned(settings(tmp_path, log=True, broken=True))
+    assert capfd.readouterr().err.count("early") == 1
