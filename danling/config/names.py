@@ -215,7 +215,13 @@ READ_ELSEWHERE = {
     "add_callback": "an override of a hook",
     "optimizers": "self.optimizer",
     "lr_schedulers": "self.scheduler",
+    "save": "runner.save_checkpoint(), or `danling export` for weights alone",
     "save_model": "runner.save_pretrained(directory)",
+    "load": "runner.load_checkpoint(source)",
+    "to": "self.device, to which the model is moved after __init__",
+    "cuda": "self.device, to which the model is moved after __init__",
+    "eval": "runner.evaluate(split), or self.unwrapped_model.eval()",
+    "forward": "self.model(inputs)",
     "global_rank": "self.rank",
     "is_global_zero": "self.is_main_process",
 }

@@ -1183,6 +1183,13 @@ class BaseRunner(metaclass=MetaRunner):
                 f"{type(self).__name__!r} object has no attribute {name!r}.{instead_of(name)}", name=name, obj=self
             )
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"Expected a runner to stay in its process. Received: a copy or a pickle of a {type(self).__name__}. Its model is "
+            "self.unwrapped_model, its state is in state_dict() and its checkpoints; what goes to another process, such as a collate_fn, "
+            "must not be a method of it."
+        )
+
     def __enter__(self) -> Self:
         return self
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -234,3 +236,22 @@ def test_missing_key_of_the_argument_is_made_again_after_construction() -> None:
     with Toy(config):
         config.model.head.width = 4
     assert config.model.head.width == 4
+
+
+# Copies
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_a_runner_is_refused_with_what_to_copy(copied: Any) -> None:
+    with (
+        Toy(settings()) as runner,
+        pytest.raises(TypeError, match=r"stay in its process.*Its model is self.unwrapped_model"),
+    ):
+        copied(runner)
+
+
+@pytest.mark.parametrize(("name", "answer"), [("save", "runner.save_checkpoint()"), ("eval", "runner.evaluate(split)")])
+def test_a_method_of_another_trainer_that_is_read_is_answered(name: str, answer: str) -> None:
+    with Toy(settings()) as runner, pytest.raises(AttributeError) as caught:
+        getattr(runner, name)
+    assert f"Other trainers have it; use {answer}" in str(caught.value)
