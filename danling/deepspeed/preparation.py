@@ -136,7 +136,7 @@ def trained_names(model: nn.Module) -> set[str]:
     return {canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def check_trainable(model: nn.Module, criterion: object, optimizer: object, stage: int) -> None:
+def check_trainable(model: nn.Module, criterion: object, optimizer: object, stage: int, ranks: int = 1) -> None:
     """Refuse what an engine would not train, or would train otherwise."""
     parameters = criterion.parameters() if isinstance(criterion, nn.Module) else ()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -144,6 +144,20 @@ def check_trainable(model: nn.Module, criterion: object, optimizer: object, stag
         raise ValueError(
             f"Expected a criterion without parameters to train: a DeepSpeed engine reduces and updates those of the model only. "
             f"Received: {type(criterion).__name__} with {len(trained)}. Make them part of the model, or freeze them."
+        )
+    not_real = [
+        canonical_name(name) for name, each in model.named_parameters() if each.requires_grad and each.is_complex()
+    ]
+    if not_real:
+        raise ValueError(
+            f"Expected real parameters to train: a DeepSpeed engine reduces no complex gradient. Received: complex ones in "
+            f"{listed(not_real)}. Keep torch.view_as_real(weight) as the parameter, or set stack='ddp'."
+        )
+    without_size = [canonical_name(name) for name, each in model.named_parameters() if each.ndim == 0]
+    if without_size and ranks > 1:
+        raise ValueError(
+            f"Expected parameters with a dimension: a DeepSpeed engine of several ranks sends them as bytes, which those without one have "
+            f"no view of. Received: {listed(without_size)}. Give them the shape (1,), or set stack='ddp'."
         )
     tensors = (*model.named_parameters(), *model.named_buffers())
     wide = [canonical_name(name) for name, tensor in tensors if tensor.dtype is torch.float64]

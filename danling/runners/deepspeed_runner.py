@@ -77,7 +77,7 @@ class DeepSpeedRunner(TorchRunner):
         if self.optimizer is None and "optimizer" not in settings:
             return
         check_keys(self.given_settings, settings)
-        check_trainable(self.model, self.criterion, self.optimizer, zero_stage(settings))
+        check_trainable(self.model, self.criterion, self.optimizer, zero_stage(settings), self.world_size)
         if self.data_domain.size > 1:
             for tensor in self._criterion_tensors("parameters"):
                 self.world.broadcast(tensor.data)

@@ -33,6 +33,11 @@ def test_settings_impossible_for_an_engine_are_refused() -> None:
         (nn.Linear(2, 2).double(), None, None, "float64 in weight, bias"),
         (model, None, muon, "Muon with deepspeed.zero_optimization.stage=1"),
     ]
+    turns = nn.ParameterList([torch.ones(2, dtype=torch.complex64)])
+    refused.append((turns, None, None, "complex ones in 0"))
+    refused.append((nn.ParameterList([torch.tensor(1.0)]), None, None, "those without one .* Received: 0"))
     for wrong, criterion, optimizer, message in refused:
         with pytest.raises(ValueError, match=message):
-            check_trainable(wrong, criterion, optimizer, 1)
+            check_trainable(wrong, criterion, optimizer, 1, ranks=2)
+    check_trainable(nn.ParameterList([torch.tensor(1.0)]), None, None, 1)  # one rank sends nothing
+    check_trainable(turns.requires_grad_(False), None, None, 1)
