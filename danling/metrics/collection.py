@@ -122,7 +122,9 @@ class MetricSet:
             except Exception:  # one that sums itself, or needs the whole batch, which shows where it is called for it
                 continue
             mean = (half * first + (samples - half) * second) / samples
-            if not math.isclose(of_batch, mean, rel_tol=1e-2, abs_tol=1e-6):
+            # A number that is not finite says nothing, such as one of targets that are all ignored.
+            is_finite = math.isfinite(of_batch) and math.isfinite(mean)
+            if is_finite and not math.isclose(of_batch, mean, rel_tol=1e-2, abs_tol=1e-6):
                 found[name] = of_batch, mean
         return found
 

@@ -120,6 +120,7 @@ class Evaluator:
         self._has_said_averaged = False
         self._long: set[str] = set()
         self._is_trying = False
+        self._no_means: set[str] = set()
         self._logged_orders: set[str] = set()
         self._without_targets: set[str] = set()
         """Splits of which it was logged that no target counts."""
@@ -232,7 +233,7 @@ class Evaluator:
                             totals.update({"loss": loss}, weight)
                     if metrics and pred is not None:
                         metrics.update(prediction_of(pred), peek_target(data), samples)
-                        if self._is_trying:
+                        if self._is_trying and samples:
                             self._name_no_means(split, prediction_of(pred), peek_target(data))
                     scored = scored or loss is not None
                     evaluated += samples if pred is not None or loss is not None else 0
@@ -369,15 +370,17 @@ class Evaluator:
                 self._metrics.reset()
 
     def _name_no_means(self, split: str, pred: object, target: object) -> None:
-        if not self.runner.is_main_process:
-            return
+        # Called on all ranks: a metric may communicate, and so may a prediction that is divided over ranks.
         for name, (of_batch, mean) in self._metrics.no_means(pred, target).items():
-            logger.warning(
-                "Expected metric %r to be a mean over samples. Received: %.4g for a batch of split %r, and a mean of %.4g over its halves: "
-                "an average over batches depends on the batch size. Give an object with update, compute and reset, such as one of "
-                "torchmetrics, or compute it in `summarize`.",
-                *(name, of_batch, split, mean),
-            )
+            if self.runner.is_main_process and name not in self._no_means:
+                logger.warning(
+                    "Expected metric %r to be a mean over samples. Received: %.4g for a batch of split %r, and a mean of %.4g over its "
+                    "halves: an average over batches depends on the batch size. For a mean over something else, such as tokens, return "
+                    "(sum, weight); else give an object with update, compute and reset, such as one of torchmetrics, or compute it in "
+                    "`summarize`.",
+                    *(name, of_batch, split, mean),
+                )
+            self._no_means.add(name)
 
     # A step that a user calls
 

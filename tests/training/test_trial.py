@@ -12,6 +12,7 @@ import torch
 from support.processes import run_processes
 from support.toys import differences, line_of, settings
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
@@ -219,7 +220,21 @@ METRICS: dict[str, tuple[Any, bool]] = {
     "sum and weight": (lambda pred, target: ((pred - target).square().sum(), len(pred)), True),
     "root": (lambda pred, target: (pred - target).square().mean().sqrt(), False),
     "deviation": (lambda pred, target: pred.std(), False),
+    "no number": (lambda pred, target: float("nan"), True),
 }
+
+
+class Measured(dl.Runner):
+    def __init__(self, config: Mapping[str, Any], name: str, metric: Any) -> None:
+        super().__init__(config)
+        inputs = torch.arange(30.0).reshape(10, 3).square()
+        self.datasets = {split: TensorDataset(inputs, inputs[:, :1]) for split in ("train", "val", "test")}
+        self.model, self.criterion = nn.Linear(3, 1), nn.MSELoss()
+        self.metrics = {name: metric}
+
+
+def measured_settings(root: Path) -> dict[str, Any]:
+    return settings(root, steps=None, epochs=2, optim={"type": "sgd", "lr": 1e-6}, dataloader={"batch_size": 5})
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -227,17 +242,25 @@ def test_a_metric_that_is_no_mean_over_samples_is_named_once(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     metric, is_mean = METRICS[name]
-
-    class Measured(dl.Runner):
-        def __init__(self, config: Mapping[str, Any]) -> None:
-            super().__init__(config)
-            inputs = torch.arange(15.0).reshape(5, 3).square()
-            self.datasets = {"train": TensorDataset(inputs, inputs[:, :1]), "val": TensorDataset(inputs, inputs[:, :1])}
-            self.model, self.criterion = nn.Linear(3, 1), nn.MSELoss()
-            self.metrics = {name: metric}
-
-    config = settings(tmp_path, steps=None, epochs=2, optim={"type": "sgd", "lr": 1e-6}, dataloader={"batch_size": 5})
-    with Measured(config) as runner:
+    with Measured(measured_settings(tmp_path), name, metric) as runner:
         runner.train()
     lines = [line for line in caplog.messages if "to be a mean over samples" in line]
     assert len(lines) == (0 if is_mean else 1)
+
+
+def over_ranks(pred: Tensor, target: Tensor) -> Tensor:
+    """A metric that reduces itself, as in a loop by hand."""
+    error = (pred - target).abs().mean()
+    dist.all_reduce(error)
+    return error / dist.get_world_size()
+
+
+def train_measured(root: Path) -> float:
+    with Measured(measured_settings(root), "error", over_ranks) as runner:
+        runner.train()
+        return float(runner.latest_result["val"]["error"])
+
+
+def test_a_metric_that_communicates_is_tried_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_processes(train_measured, tmp_path, timeout=120)
+    assert first == second
