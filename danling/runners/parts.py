@@ -60,7 +60,8 @@ class Closers(ExitStack):
 class Parts:
     """The collaborators of every runner, in the order in which they are made.
 
-    `BaseRunner.__init__` calls `open`, and `join` when the process group is there; then the `__init__` of the user continues.
+    `BaseRunner.__init__` calls `open`, and `join` when the process group is there; then the `__init__` of the user continues. `finish` is
+    called at the end of construction.
     """
 
     elastic: ElasticRanks | None = None
