@@ -15,7 +15,7 @@ from danling.config.schema import TopLevelConfig
 from danling.utils.lazy import is_installed
 from danling.utils.messages import Paced, format_count
 from danling.utils.observers import Observer
-from danling.utils.process import launch_command
+from danling.utils.process import arithmetic, launch_command
 from danling.utils.secrets import hide_secrets, names_secret, secret_values
 
 from .logging import EarlyLog, RunLog, beside_bar
@@ -310,7 +310,25 @@ def describe_training(runner: TorchRunner, division: Division | None) -> list[st
     elif batch:
         sizes += f", batch {batch}{accumulated}{each}"
     first = [f"{head}: {sizes}"] if len(head) + len(sizes) <= _WIDTH else [head, sizes]
-    return [*first, f"Run directory: {runner.workspace.dir}"]
+    try:
+        load = os.getloadavg()[0]
+    except OSError:
+        load = 0.0
+    threads = int(arithmetic(runner.device)["threads"]) if runner.device.type == "cpu" else 1
+    return [
+        *first,
+        f"Run directory: {runner.workspace.dir}",
+        *hints_of_threads(threads, load=load, cores=len(os.sched_getaffinity(0))),
+    ]
+
+
+def hints_of_threads(threads: int, *, load: float, cores: int) -> list[str]:
+    """Say that threads of a training on the CPU wait for each other, where other programs leave them no core each."""
+    if threads < 2 or load <= cores:
+        return []
+    return [
+        f"Load {load:.1f} on {cores} cores: {threads} threads wait for each other. OMP_NUM_THREADS=1 is faster for a small model."
+    ]
 
 
 def describe_end(runner: TorchRunner, reason: str | None) -> list[str]:

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.reporting import read_jsonl
+from danling.reporting.reporter import hints_of_threads
 from danling.reporting.trackers import BUILT_IN_TRACKERS, TensorBoardTracker
 from danling.utils.observers import Observer
 
@@ -235,3 +236,14 @@ def test_a_resumed_run_goes_on_in_the_directory_of_its_last_events(tmp_path: Pat
         tracker.close()
     assert len(list(earlier.iterdir())) == 1 and len(list((tmp_path / "tensorboard").iterdir())) == 1
     assert not [thread for thread in threading.enumerate() if "EventLogger" in thread.name]
+
+
+@pytest.mark.parametrize(
+    ("threads", "load", "cores", "said"), [(1, 9.0, 2, 0), (2, 1.5, 2, 0), (2, 9.0, 2, 1), (8, 9.0, 16, 0)]
+)
+def test_threads_that_share_cores_with_other_programs_are_named(
+    threads: int, load: float, cores: int, said: int
+) -> None:
+    lines = hints_of_threads(threads, load=load, cores=cores)
+    assert len(lines) == said
+    assert all("OMP_NUM_THREADS=1" in line and len(line) <= 100 for line in lines)
