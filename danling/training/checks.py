@@ -45,7 +45,8 @@ _COLLAPSED = 1e-6
 _MOST_ITEMS = 256
 """Items of a list or dictionary of the program in which modules are looked for."""
 
-_AFTER_BACKWARD = (
+_UNSCALING = (
+    "backward",
     "step",
     "complete_gradients",
     "unscale_gradients",
@@ -54,7 +55,7 @@ _AFTER_BACKWARD = (
     "train_steps",
     "train_epoch",
 )
-"""Hooks in which a program can unscale gradients."""
+"""Methods besides `train_step` in which a program can unscale gradients."""
 
 _ASSIGNED = ("model", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics")
 
@@ -412,7 +413,6 @@ class ComponentChecks(Observer):
                 f"Frozen parts of the model were in evaluation mode when training began: {listed(frozen)}. They are in training mode "
                 "now, as the whole model is: dropout draws, batch statistics move. To keep them as they were, override its `train`.",
             )
-        self._look_at_scalers()
         is_of_run = isinstance(scheduler, (WarmupScheduler, OneCycleSchedule)) or not isinstance(scheduler, LRScheduler)
         is_asked = "interval" in (runner.config.get("scheduler", None) or {})
         advances = not (runner.is_step_mode or is_asked or is_of_run) and interval_of(runner) == "step"
@@ -423,23 +423,6 @@ class ComponentChecks(Observer):
                 "and leaves this line out.",
                 type(scheduler).__name__,
                 f", {updates} times an epoch" if updates else "",
-            )
-
-    def _look_at_scalers(self) -> None:
-        """Name a loss scaler of the program's where no hook can take its scale out of the gradients again."""
-        runner = self._runner
-        if not is_overridden(runner, "train_step") or any(is_overridden(runner, hook) for hook in _AFTER_BACKWARD):
-            return
-        own = {name: value for name, value in vars(runner).items() if name not in runner.library_names}
-        # It may be that of another optimizer, which train_step steps.
-        if any(isinstance(value, torch.optim.Optimizer) for value in own.values()):
-            return
-        scalers = {name: value for name, value in own.items() if isinstance(value, torch.amp.GradScaler)}
-        for name in sorted(name for name, scaler in scalers.items() if scaler.is_enabled()):
-            self._warn(
-                f"scaler {name}",
-                f"self.{name} is a {type(scalers[name]).__name__}, and nothing takes its scale out of the gradients again: an update "
-                "would be as many times too large. Set precision='fp16', with which the runner scales losses itself, and remove it.",
             )
 
     def pass_started(self, split: str) -> None:
@@ -521,13 +504,26 @@ class ComponentChecks(Observer):
 class FirstGradients(Observer):
     """Warns of parameters whose gradients and optimizer do not go together in the first update, then removes itself.
 
-    These are trained parameters without a gradient (not with several optimizers, each of which has its own updates), and parameters with
-    a gradient that neither the model nor an optimizer has.
+    These are trained parameters without a gradient (not with several optimizers, each of which has its own updates), parameters with
+    a gradient that neither the model nor an optimizer has, and gradients that a loss scaler of the program's has left scaled.
     """
 
     def __init__(self, runner: TorchRunner, *, has_phases: bool) -> None:
         self._runner = runner
         self._has_phases = has_phases
+        self._scalers: dict[str, tuple[torch.amp.GradScaler, dict[str, Any]]] = {}
+
+    def training_started(self) -> None:
+        """Note the state of loss scalers of the program's."""
+        runner = self._runner
+        own = {name: value for name, value in vars(runner).items() if name not in runner.library_names}
+        # It may be that of another optimizer, which train_step steps.
+        has_others = any(isinstance(value, torch.optim.Optimizer) for value in own.values())
+        if is_overridden(runner, "train_step") and not (
+            has_others or any(is_overridden(runner, name) for name in _UNSCALING)
+        ):
+            scalers = {name: value for name, value in own.items() if isinstance(value, torch.amp.GradScaler)}
+            self._scalers = {name: (each, each.state_dict()) for name, each in scalers.items() if each.is_enabled()}
 
     def gradients_ready(self, totals: StepTotals, norm: Tensor) -> None:
         """Look at the gradients. Called on all ranks."""
@@ -535,6 +531,7 @@ class FirstGradients(Observer):
         if not float(totals.weight):
             return
         runner.observers.remove(self)
+        self._name_scalers()
         optimized = runner.preparation.optimized_parameters(runner.optimizer)
         self._name_unknown(optimized)
         if self._has_phases:
@@ -553,6 +550,16 @@ class FirstGradients(Observer):
                 "depend on them: use them in `forward`, or freeze them with requires_grad_(False).",
                 listed(names),
             )
+
+    def _name_scalers(self) -> None:
+        """Name a loss scaler that train_step has not updated: where gradients are unscaled, that is needed for the next time."""
+        for name, (scaler, before) in self._scalers.items():
+            if scaler.state_dict() == before and self._runner.is_main_process:
+                logger.warning(
+                    "self.%s is a %s, and nothing takes its scale out of the gradients again: an update would be as many times too large. "
+                    "Set precision='fp16', with which the runner scales losses itself, and remove it.",
+                    *(name, type(scaler).__name__),
+                )
 
     def _name_unknown(self, optimized: Iterable[nn.Parameter]) -> None:
         """Name parameters outside of the model that the loss depends on. May be called on one rank."""

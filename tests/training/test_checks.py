@@ -261,7 +261,15 @@ class Unscaling(Scaling):
         super().optimizer_step()
 
 
-@pytest.mark.parametrize(("kind", "times"), [(Scaling, 1), (Unscaling, 0)])
+class UnscalingInStep(Scaling):
+    def train_step(self, data: Any) -> Any:
+        pred, loss = super().train_step(data)
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.update()
+        return pred, loss
+
+
+@pytest.mark.parametrize(("kind", "times"), [(Scaling, 1), (Unscaling, 0), (UnscalingInStep, 0)])
 def test_scaler_that_nothing_undoes_is_named_once(
     kind: type[Small], times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
