@@ -14,7 +14,7 @@ from danling.utils.messages import did_you_mean, nearest
 from .build import AUTO, SIZES, build_dataloader, divide_updates, order_setting
 from .comparison import series_of
 from .datamodule import LoaderSettings
-from .loader import DataLoader, KeyedLoader, StreamLoader
+from .loader import DataLoader, KeyedLoader
 from .sampler import Division, Share
 from .source import BatchSource, LoaderContext, UpdateLoader, open_source
 
@@ -508,8 +508,9 @@ class RunData:
 
     def _change_of(self, split: str) -> str | None:
         """Return how the dataset that a loader of the library was built from has changed, `None` where it has not."""
-        loader: Any = self.sources[split].loader
-        if loader is not self._run.dataloaders.get(split) or not isinstance(loader, (KeyedLoader, StreamLoader)):
+        source = self.sources[split]
+        loader = source.loader
+        if loader is not self._run.dataloaders.get(split) or not source.is_built:
             return None
         if self._is_replaced(split):
             return "another dataset in self.datasets"

@@ -158,6 +158,7 @@ class BatchSource:
         kind: How the loader is positioned.
         is_rank_local: Whether each rank has its own state to save.
         length_is_known: Whether a rank that reads nothing knows the batches, and the end of a pass, as those do that read.
+        is_built: Whether the library has built the loader, of a dataset that must not change within a pass.
     """
 
     def __init__(self, loader: Any, read: Any, share: Share, *, reads: bool) -> None:
@@ -168,6 +169,7 @@ class BatchSource:
         self.kind: str = read.kind
         self.is_rank_local: bool = read.is_rank_local
         self.length_is_known: bool = read.length_is_known
+        self.is_built = isinstance(loader, (KeyedLoader, StreamLoader))
         self.restored: Mapping[str, Any] | None = None
         """The state that was loaded, until a batch is read behind it."""
         self.misfit: ValueError | None = None
@@ -422,7 +424,8 @@ class LiveLoader:
             self._live = self._go_on() if self.kind == "stateful" else self._read_again()
         try:
             while True:
-                ahead, self._ahead = self._ahead, None
+                ahead = self._ahead
+                self._ahead = None
                 data = self._fetch(self._live, self._fetched) if ahead is None else ahead[0]
                 if isinstance(data, _Failed):
                     raise data.error

@@ -619,7 +619,7 @@ class TrainingLoop:
                 yield batch
 
         def move() -> None:
-            if source.reads:
+            if source.reads and source.is_built:
                 self._data.check_unchanged(split)
             source.commit(consumed)
 
