@@ -626,19 +626,21 @@ class TorchRunner(BaseRunner):
         Raises:
             ValueError: If no micro-batch is open, or the loss depends on no parameter that is trained.
         """
-        if self.window.count == 0 and not self._parts.session.running:
-            self.window.check_open()
-        if self._parts.phases is not None and not self._parts.phases.takes_loss():
+        parts, window = self._parts, self.window
+        if window.count == 0 and not parts.session.running:
+            window.check_open()
+        if parts.phases is not None and not parts.phases.takes_loss():
             return
         if isinstance(loss, Tensor) and not loss.requires_grad:
             raise ValueError(
                 "Expected a loss that depends on parameters that are trained. Received: one without a gradient. Look for .detach(), "
                 ".item(), torch.no_grad() or a frozen model on the way to it."
             )
-        scaled = self.window.scale(loss)
-        if self.reduction.scaler is not None:
-            scaled = self.reduction.scaler.scale(scaled)
-        self._parts.update.back_propagate(scaled)
+        scaled = window.scale(loss)
+        scaler = self.reduction.scaler
+        if scaler is not None:
+            scaled = scaler.scale(scaled)
+        parts.update.back_propagate(scaled)
 
     def optimizing(
         self, name: str, *, every: int = 1, weight: float | Tensor | None = None
@@ -789,9 +791,10 @@ class TorchRunner(BaseRunner):
 
     def optimizer_step(self) -> None:
         """Apply a committed update to the weights, with the gradient as it is."""
-        in_phase = self._parts.phases is not None and self._parts.phases.current is not None
-        if self.reduction.optimizer is not self.optimizer and not in_phase:
-            self.reduction = self._new_reduction()
+        if self.reduction.optimizer is not self.optimizer:
+            in_phase = self._parts.phases is not None and self._parts.phases.current is not None
+            if not in_phase:
+                self.reduction = self._new_reduction()
         if self.precision.scaler is not None and not self._parts.session.running:
             self.window.check_open()
         self.reduction.apply()

@@ -136,12 +136,9 @@ class SkippedUpdates:
         self.may_skip = runner.config.skip_nonfinite_grad or runner.reduction.scaler is not None
         self._buffers.bind()
 
-    def begin(self, weight: float | Tensor) -> None:
-        """Remember where an update begins, if it may be skipped. Called before the first micro-batch, whose weight is given."""
+    def begin(self) -> None:
+        """Remember where an update begins that may be skipped: `may_skip`, or the first micro-batch, which follows, weighs nothing."""
         runner = self._runner
-        weighs_nothing = isinstance(weight, float) and weight == 0.0
-        if not weighs_nothing and not self.may_skip:
-            return
         self.remembers = True
         is_watched = self._watched < _WATCHED
         if is_watched:

@@ -106,12 +106,13 @@ class GradientReduction:
         found = []
         for parameter in self.parameters:
             gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse:
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
                 # Without an index twice, the norm of the values is that of the gradient.
                 parameter.grad = gradient.coalesce()
                 gradient = parameter.grad._values()
-            if gradient is not None:
-                found.append(gradient)
+            found.append(gradient)
         return found
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
@@ -306,7 +307,7 @@ def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
 
     Bit for bit what `torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)` gives.
     """
-    if total_norm.device.type == "cpu" and total_norm.dtype == torch.float32:
+    if total_norm.is_cpu and total_norm.dtype is torch.float32:
         # The four operations of torch take 20 us between the others of an update. Each result is rounded as torch rounds it,
         # and a double has enough digits for that to be exact.
         inverse = c_float(1.0 / c_float(total_norm.item() + _EPSILON).value).value

@@ -77,13 +77,13 @@ class Schedule:
 
     def begin_update(self) -> None:
         """Note the position of the schedule, and refuse one that was advanced between two updates, as in an override of `step`."""
-        self._at = getattr(self._runner.scheduler, self._position, None)
+        scheduler = self._runner.scheduler
+        self._at = getattr(scheduler, self._position, None)
         if self._left is None or self._at is None:
             return
-        scheduler, step, at = self._left
-        is_same = scheduler is self._runner.scheduler and step == self._runner.state.train.global_step
+        known, step, at = self._left
         # A program may set a schedule back, and a restore may set it anywhere.
-        if is_same and self._at > at:
+        if scheduler is known and self._at > at and step == self._runner.state.train.global_step:
             raise self._advanced_by("your program", at)
 
     def check(self, who: str) -> None:

@@ -208,7 +208,8 @@ class Window:
                 f"set to zero. Received: loss={loss.item()}. Call self.model(...) as a whole in train_step, or divide by at least 1, as in "
                 "loss_sum / count.clamp(min=1)."
             )
-        weight = 1.0 if self.sum_reduced and (isinstance(self.current, Tensor) or self.current) else self.current
+        current = self.current
+        weight = 1.0 if self.sum_reduced and (isinstance(current, Tensor) or current) else current
         if not self.on_host:
             self._add_on_device(loss.detach().double(), weight)
         elif weight:
@@ -220,9 +221,9 @@ class Window:
         if self.sum_reduced:
             # Padding weighs nothing in a sum either.
             return loss * 0.0 if self.weighs_nothing else loss
-        if isinstance(self.current, Tensor):
-            return loss * (self.current / self._reference).to(loss.dtype)
-        factor = self.current / self._reference
+        if isinstance(current, Tensor):
+            return loss * (current / self._reference).to(loss.dtype)
+        factor = current / self._reference
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
 
     def _add_on_device(self, loss: Tensor, weight: float | Tensor) -> None:
@@ -451,7 +452,8 @@ class UpdateStep:
 
     def run(self, batch: Batch, step: Callable[[Any], object]) -> object:
         """Run forward and backward of a micro-batch of the open window, and return what its step returned."""
-        runner, window, session = self._runner, self._runner.window, self._session
+        runner, session = self._runner, self._session
+        window, observers = runner.window, session.observers
         if window.count == 0:
             runner.reduction.begin()
             self._gradients = None
@@ -459,7 +461,7 @@ class UpdateStep:
             self.move_source = None
             self._given = []
             self.schedule.begin_update()
-            if (begins := session.observers.calls.get("update_started")) is not None:
+            if (begins := observers.calls.get("update_started")) is not None:
                 begins()
         self._given.append(batch)
         if self.keeps_batches:
@@ -470,10 +472,11 @@ class UpdateStep:
             data = self.recorder.took(data)
         weight, samples = self._loss.weigh(batch, data, training=True)
         window.begin_microbatch(weight, samples)
-        if window.count == 1 and data is not PLACEHOLDER:
-            self.skipped.begin(window.current)
+        may_skip = self.skipped.may_skip or window.weighs_nothing
+        if may_skip and window.count == 1 and data is not PLACEHOLDER:
+            self.skipped.begin()
         observed = batch.samples != 0
-        if observed and (begins := session.observers.calls.get("micro_batch_started")) is not None:
+        if observed and (begins := observers.calls.get("micro_batch_started")) is not None:
             begins(data, read=batch.data, samples=samples)
         session.in_step = True
         try:
@@ -489,8 +492,8 @@ class UpdateStep:
             raise
         finally:
             session.in_step = False
-            if observed and "micro_batch_ended" in session.observers.heard:
-                session.observers.notify("micro_batch_ended")
+            if observed and "micro_batch_ended" in observers.heard:
+                observers.notify("micro_batch_ended")
         if runner.carry is not None:
             runner.carry = map_carry(runner.carry, Tensor.detach)
         if self.skipped.before is not None:
@@ -668,7 +671,7 @@ class UpdateStep:
         runner, window = self._runner, self._runner.window
         if isinstance(totals.weight, float) and totals.weight == 0.0:
             return "weightless"
-        if runner.device.type == "cpu":
+        if window.on_host:
             finite = not totals.nonfinite and math.isfinite(grad_norm.item())
         else:
             checks = _checks_on_device(totals, grad_norm)
