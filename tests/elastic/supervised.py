@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -104,7 +102,7 @@ def run_ranks(
     disturb: Callable[[Collection[BaseProcess], Collection[int]], None] | None = None,
     wire: Wire | None = None,
     end_agent_after: float | None = None,
-    stacks: Path | None = None,
+    asks_for_stacks: bool = False,
 ) -> Ended:
     """Run a function as elastic ranks until all have ended.
 
@@ -117,7 +115,7 @@ def run_ranks(
         continue_after: Returns the seconds after which a stopped rank is continued.
         disturb: Called again and again with the processes and the ids of those that are replacements.
         wire: Carries the messages of ranks, and loses some.
-        stacks: A directory for the stacks of ranks that report nothing for long.
+        asks_for_stacks: Send SIGUSR1 to ranks that report nothing for long, at which they write where they are.
         end_agent_after: Seconds after which the coordinator is gone, as where the agent is killed.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -167,9 +165,12 @@ def run_ranks(
                     coordinator.close()
             if report.stat().st_size != size:
                 size, changed_at = report.stat().st_size, time.monotonic()
-            if stacks is not None and time.monotonic() - changed_at > _LONGEST_SILENCE:
+            if asks_for_stacks and time.monotonic() - changed_at > _LONGEST_SILENCE:
                 changed_at = time.monotonic()
-                _write_stacks(stacks, living.values())
+                # No debugger: one that reads the symbols of torch stops a rank for minutes.
+                for pid in [process.pid for process in living.values() if process.pid is not None]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGUSR1)
             if disturb is not None:
                 disturb(living.values(), replacements)
             for rank, process in list(living.items()):
@@ -213,18 +214,6 @@ def _gaps(notes: list[dict[str, Any]]) -> list[float]:
         ]
         found += after[:1]
     return found
-
-
-def _write_stacks(directory: Path, processes: Collection[BaseProcess]) -> None:
-    """Write down where processes are, by gdb where that is installed."""
-    pids = [process.pid for process in processes if process.pid is not None]
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-    for pid in pids if shutil.which("gdb") else ():
-        command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all bt"]
-        with (directory / f"stacks.{pid}").open("a") as file, suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, stdout=file, stderr=file, check=False, timeout=60)
 
 
 def _is_stopped(pid: int | None) -> bool:

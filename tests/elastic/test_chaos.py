@@ -134,7 +134,7 @@ def _job(seed: str, directory: Path) -> tuple[str, str, list[Ended]]:
             continue_after=lambda: choices.uniform(0, 0.8),
             disturb=Gusts(f"{seed}/{start}", alive, notes, mean_seconds=3.0, alone=shards),
             wire=Wire(f"{seed}/{start}", lost=lost) if lost else None,
-            stacks=directory,
+            asks_for_stacks=True,
             end_agent_after=choices.uniform(1, 6) if ends_agent and start < 2 else None,
         )
         found.append(ended)
