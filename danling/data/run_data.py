@@ -14,6 +14,7 @@ from danling.utils.messages import did_you_mean, nearest
 from .build import AUTO, SIZES, build_dataloader, divide_updates, order_setting
 from .comparison import series_of
 from .datamodule import LoaderSettings
+from .dataset_state import get_states, is_equal, set_states
 from .loader import DataLoader, KeyedLoader
 from .sampler import Division, Share
 from .source import BatchSource, LoaderContext, UpdateLoader, open_source
@@ -477,6 +478,18 @@ class RunData:
         for trained in self.trained_sources().values():
             if dataset is not None and trained is not source and getattr(trained.loader, "dataset", None) is dataset:
                 trained.tell_epoch()
+
+    def remember_states(self) -> Callable[[], None]:
+        """Return what puts the states that datasets declare by `state_dict` back to what they are now. May be called on one rank."""
+        loaders = [source.loader for source in self.sources.values() if isinstance(source.loader, KeyedLoader)]
+        kept = [(loader.stateful, get_states(loader.stateful)) for loader in loaders if loader.stateful]
+
+        def put_back() -> None:
+            for parts, states in kept:
+                if not is_equal(get_states(parts), states):
+                    set_states(parts, states)
+
+        return put_back
 
     def restore(self, split: str, state: Mapping[str, Any]) -> None:
         """Go to a saved position. May be called on one rank.

@@ -40,6 +40,7 @@ from .main_process import MainProcess
 from .member import Member, TrainingComplete, is_lost_collective, is_started_elastic
 from .reconfigure import check_supported
 from .shards import Shards
+from .unchanged import UnchangedUntilStep
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -52,6 +53,7 @@ __all__ = [
     "MainProcess",
     "OpenUpdate",
     "Shards",
+    "UnchangedUntilStep",
     "check_config",
     "check_program",
 ]
@@ -185,9 +187,20 @@ class OpenUpdate:
     """The update that is under way on this rank, which is taken back if another rank ends in it."""
 
     def __init__(
-        self, runner: TorchRunner, keys: RandomKeys, update: UpdateStep, loop: TrainingLoop, closers: ExitStack
+        self,
+        runner: TorchRunner,
+        session: TrainingSession,
+        keys: RandomKeys,
+        update: UpdateStep,
+        *,
+        loop: TrainingLoop,
+        unchanged: UnchangedUntilStep,
+        closers: ExitStack,
     ) -> None:
+        self.unchanged = unchanged
+        """What it must leave as it is until the step."""
         self._runner = runner
+        self._session = session
         self._keys = keys
         self._update = update
         self._loop = loop
@@ -203,6 +216,7 @@ class OpenUpdate:
         """Remember where an update begins. No communication."""
         self._has_stepped = False
         self._take_back = self._update.recompute.remember()
+        self.unchanged.note()
         self._remembered_at = self._runner.state.train.attempted
 
     def _note_step(self, *_: object) -> None:
@@ -221,6 +235,12 @@ class OpenUpdate:
         if take_back is None:
             return False
         if self._remembered_at != self._runner.state.train.attempted:
+            if self._session.concluded is not None:
+                raise RuntimeError(
+                    "Expected no evaluation and no other collective in step() after super().step(), with elastic.enabled. Received: one "
+                    f"that failed, since a rank has ended: what follows it in step() after update {self._runner.state.train.global_step} "
+                    "cannot be made again. Call it in `update_ended` of an observer, or let evaluate_interval decide."
+                )
             # It was made: what follows it is due.
             self._loop.is_at_boundary = True
             return False
@@ -230,6 +250,7 @@ class OpenUpdate:
                 f"failed, since a rank has ended: the step of update {self._runner.state.train.global_step + 1} cannot be taken back. "
                 "Call it before super().optimizer_step(), or in update_ended() of an observer."
             )
+        self.unchanged.check(is_made_again=True)
         take_back()
         return True
 
@@ -393,6 +414,12 @@ class ElasticTraining(Observer, Extension):
 
     def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
         self._member.check()
+
+    def gradients_ready(self, totals: object, norm: object) -> None:
+        self._update.unchanged.check(is_made_again=False)
+
+    def evaluation_started(self, split: str) -> None:
+        self._update.unchanged.has_evaluated = True
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
         self._update.end(committed=outcome.committed)

@@ -56,4 +56,5 @@ class ElasticDomain(Domain):
             if not (self.may_change and is_lost_collective(error)):
                 raise
         # Outside of `except`: an exception in the context of another one keeps its frames, and they keep the sockets open.
+        self.is_over = True
         raise MembershipChanged

@@ -72,7 +72,7 @@ class Handover:
         if not self.has_state:
             return None
         train = self._runner.state.train
-        closed = train.attempted + train.epoch + len(self._runner.results)
+        closed = train.attempted + train.epoch + len(self._runner.results) + self._loop.begun_passes
         return closed * _MOST_OPEN + min(len(self._results.open), _MOST_OPEN - 1)
 
     def digest(self) -> str:
@@ -126,6 +126,7 @@ class Handover:
                 "saved_at": self._runner.saver.saved_at,
                 "scored_at": self._results.scored_at,
                 "begun_pass": loop.begun_pass,
+                "begun_passes": loop.begun_passes,
                 "last_split": loop.last_split,
                 "recent": [list(record) for record in self._reporter.trackers.recent or ()],
             },
@@ -159,6 +160,7 @@ class Handover:
         runner.saver.saved_at = None if saved_at is None else tuple(saved_at)
         self._results.scored_at = more["scored_at"]
         loop.begun_pass = None if begun is None else tuple(begun)
+        loop.begun_passes = more["begun_passes"]
         loop.last_split = more["last_split"]
         self._reporter.trackers.recent = recent_records((dict(values), step) for values, step in more["recent"])
         self._reporter.forget_samples(runner.state.train.samples)

@@ -367,8 +367,6 @@ class Shards:
     def gathered(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return a state of the optimizer with all shards on the main process, and as it is on others. Called on all ranks."""
         size, rank = self._domain.size, self._domain.rank
-        if size == 1:
-            return own
         names = [name for group in own["param_groups"] for name in group["params"]]
         of_main, owner = parts_of(self._sizes, size, 0), owners(self._sizes, size)
         state: dict[str, Any] = dict(own["state"])

@@ -168,7 +168,7 @@ class TorchParts(Parts):
         """Make what sums gradients and metrics. The components are known, and not prepared yet."""
         runner = self.runner
         self._wrap_metrics()
-        self.recompute = Recompute(runner, self.attributes, self.observer_states, self.train_metrics)
+        self.recompute = Recompute(runner, self.attributes, self.observer_states, self.data, self.train_metrics)
         self.canonical: CanonicalSum | None = None
         if runner.config.gradient_sum == "canonical":
             self.canonical = CanonicalSum(runner, self.attributes, self.recompute)
@@ -276,7 +276,6 @@ class TorchParts(Parts):
         if runner.config.elastic.shard_state:
             shards = elastic.Shards(runner, ranks.member, ranks.domain, closers)
         main = elastic.MainProcess(runner, self.reporter, self.run_location, self.results)
-        open_update = elastic.OpenUpdate(runner, self.keys, self.update, self.loop, closers)
         handover = elastic.Handover(
             runner,
             session,
@@ -287,6 +286,10 @@ class TorchParts(Parts):
             reporter=self.reporter,
             shards=shards,
             has_state=not ranks.joins,
+        )
+        unchanged = elastic.UnchangedUntilStep(runner, self.attributes, handover.digest)
+        open_update = elastic.OpenUpdate(
+            runner, session, self.keys, self.update, loop=self.loop, unchanged=unchanged, closers=closers
         )
         training: ElasticTraining = elastic.ElasticTraining(
             runner, ranks, session, self.data, update=open_update, handover=handover, main=main, shards=shards

@@ -64,7 +64,7 @@ class KeptAttributes:
         self._misspelt: set[str] = set()
         self._paths: AttributeSnapshot | None = None
         """A snapshot that knows the objects of the library, which a small one at each update need not walk over."""
-        self._too_large: set[str] = set()
+        self.too_large: set[str] = set()
         """Attributes beyond the limit when all were remembered last."""
         self._has_listed = False
 
@@ -85,7 +85,7 @@ class KeptAttributes:
         runner = self._runner
         kept: dict[str, tuple[Any, object]] = {}
         if names is not None and not names:
-            self._too_large = set()
+            self.too_large = set()
             return _put_nothing_back
         if names is None:
             snapshot, values = AttributeSnapshot(runner, with_metrics=True), changeable_attributes(runner)
@@ -95,14 +95,14 @@ class KeptAttributes:
             snapshot = AttributeSnapshot(runner, paths_of=self._paths, with_metrics=True)
             values = {name: value for name, value in changeable_attributes(runner).items() if name in names}
         size = 0
-        self._too_large = set()
+        self.too_large = set()
         for name, value in values.items():
             entry = snapshot.attribute(name, value)
             if size + entry.size <= REMEMBERED_BYTES:
                 size += entry.size
                 kept[name] = tree_map_only(Tensor, Tensor.clone, entry.node), value
             else:
-                self._too_large.add(name)
+                self.too_large.add(name)
 
         def put_back(chosen: Collection[str] | None = None) -> None:
             decoder = Decoder(snapshot, exact=True)
@@ -135,7 +135,7 @@ class KeptAttributes:
     def preserved(self) -> Iterator[None]:
         """Put attributes and the objects in `metrics` back on exit, and name those that cannot be. May be called on one rank."""
         put_back = self.remember()
-        large = set(self._too_large)
+        large = set(self.too_large)
         before = self._not_copied(large)
         try:
             yield
@@ -162,8 +162,8 @@ class KeptAttributes:
 
     def note_put_back(self, names: Collection[str]) -> None:
         """Log which attributes a skipped update puts back, and warn of those that it does not."""
-        too_large = sorted(self._too_large.intersection(names))
-        put_back = sorted(set(names) - self._too_large)
+        too_large = sorted(self.too_large.intersection(names))
+        put_back = sorted(set(names) - self.too_large)
         if put_back and self._runner.is_main_process:
             logger.info("A skipped update puts back %s.", ", ".join(f"self.{name}" for name in put_back))
         self._warn(

@@ -206,6 +206,8 @@ class TrainingLoop:
         """The split that the last update was trained on; `None` before the first one."""
         self.begun_pass: tuple[str, int] | None = None
         """The split and pass of which `on_pass_start` was called last."""
+        self.begun_passes = 0
+        """How often it was called in the process whose state this is."""
 
     # One training
 
@@ -631,6 +633,7 @@ class TrainingLoop:
             self._start_pass(split)
             begins = False
             self.begun_pass = (split, source.epoch)
+            self.begun_passes += 1
             source = self._data.begin(split)  # the hook may have replaced or extended the dataset
         self._data.agree_lengths()
         batches = read()
@@ -695,7 +698,14 @@ class TrainingLoop:
     def _start_pass(self, split: str) -> None:
         """Call the hook of the beginning of a pass, which may freeze parameters, unfreeze them, or replace the optimizer."""
         runner = self._runner
-        runner.on_pass_start(split)
+        put_back = self._update.recompute.remember(window=False) if self._driver is not None else None
+        try:
+            runner.on_pass_start(split)
+        except BaseException:
+            # An evaluation in it in which the ranks changed: it is called again.
+            if put_back is not None:
+                put_back()
+            raise
         if self.has_pass_hook:
             self._bind_reduction()
 

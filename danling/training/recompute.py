@@ -18,6 +18,7 @@ from .attributes import KeptAttributes
 from .observer_states import ObserverStates
 
 if TYPE_CHECKING:
+    from danling.data.run_data import RunData
     from danling.runners.torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
@@ -29,8 +30,8 @@ _WATCHED = 2
 class Recompute:
     """Takes the micro-batches of an update back, so that they can be run again.
 
-    Puts back everything that they change: buffers, meters, counters, the carry, the user's attributes, the states of observers, the window
-    and its gradient.
+    Puts back everything that they change: buffers, meters, counters, the carry, the user's attributes, the settings of the optimizer, the
+    states of observers and of datasets, the window and its gradient.
     Random numbers follow from their keys. Batches are not copied: a step that has written to its batch cannot be run again, which is
     refused.
     """
@@ -40,11 +41,13 @@ class Recompute:
         runner: TorchRunner,
         attributes: KeptAttributes,
         observer_states: ObserverStates,
+        data: RunData,
         train_metrics: TrainMetrics | None,
     ) -> None:
         self._runner = runner
         self._attributes = attributes
         self._observer_states = observer_states
+        self._data = data
         self.train_metrics = train_metrics
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}
 
@@ -58,6 +61,8 @@ class Recompute:
         put_attributes_back = self._attributes.remember()
         # Of padding, observers hear nothing.
         put_observers_back = self._observer_states.remember() if window else None
+        put_settings_back = remember_settings(runner.optimizer)
+        put_datasets_back = self._data.remember_states()
         micro_step = runner.state.train.micro_step
 
         def take_back() -> None:
@@ -67,6 +72,8 @@ class Recompute:
             put_attributes_back()
             buffers.put_back()
             put_figures_back()
+            put_settings_back()
+            put_datasets_back()
             if put_observers_back is not None:
                 put_observers_back()
             runner.state.train.micro_step = micro_step
@@ -191,6 +198,26 @@ def remember_figures(runner: TorchRunner, metrics: TrainMetrics | None) -> Calla
         runner.carry = map_carry(carry, Tensor.clone)
 
     return put_back
+
+
+def remember_settings(optimizer: Any) -> Callable[[], None]:
+    """Return what puts the learning rates and other settings of an optimizer back to what they are now."""
+    groups = [*getattr(optimizer, "param_groups", ())]
+    kept = [{name: _copied(value) for name, value in group.items() if name != "params"} for group in groups]
+
+    def put_back() -> None:
+        for group, values in zip(groups, kept):
+            for name, value in values.items():
+                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+
+    return put_back
+
+
+def _copied(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 class BufferCopies:

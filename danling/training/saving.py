@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from danling.checkpoints.torch_files import FORMAT_VERSION
-from danling.distributed import all_arrive
+from danling.distributed import MembershipChanged, all_arrive
 from danling.reporting import format_number
 from danling.utils.tensors import floating_dtype
 
@@ -80,9 +80,19 @@ class RunSaver:
 
     def save(self, *, history: bool = False, best: bool = False) -> None:
         """Save the full state. Called on all ranks."""
-        runner = self._runner
         # Left set where a rank ends in the save: those that are left make it again.
         self.open = history, best
+        try:
+            self._save(history=history, best=best)
+        except MembershipChanged:
+            if not self._session.in_update:
+                raise
+            # What follows in an override of `step` is run once; the save is made again where the ranks have been formed.
+            return
+        self.open = None
+
+    def _save(self, *, history: bool, best: bool) -> None:
+        runner = self._runner
         with self._session.saving():
             for check in (*self.checks, *self.before):
                 check()
@@ -98,7 +108,6 @@ class RunSaver:
             self.saved_at = self._position
             for action in self.saved:
                 action()
-        self.open = None
 
     def save_last(self, *, signalled: bool) -> bool:
         """Save where a training ends, unless that is saved, and return whether it is. Called on all ranks.

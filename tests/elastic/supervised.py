@@ -168,9 +168,9 @@ def run_ranks(
             if asks_for_stacks and time.monotonic() - changed_at > _LONGEST_SILENCE:
                 changed_at = time.monotonic()
                 # No debugger: one that reads the symbols of torch stops a rank for minutes.
-                for pid in [process.pid for process in living.values() if process.pid is not None]:
+                for each in [process.pid for process in living.values() if process.pid is not None]:
                     with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGUSR1)
+                        os.kill(each, signal.SIGUSR1)
             if disturb is not None:
                 disturb(living.values(), replacements)
             for rank, process in list(living.items()):

@@ -167,6 +167,12 @@ def test_each_state_is_on_two_ranks(ranks: int, faults: str, undisturbed: str, t
     assert max(kept) < whole
 
 
+def test_last_rank_saves_what_all_would_have(undisturbed: str, tmp_path: Path) -> None:
+    ended = _train(3, "1:leaf:9:kill;2:leaf:30:kill", tmp_path, replacements=0)
+    assert sorted(ended.codes) == [-9, -9, 0]
+    assert _saved(tmp_path) == undisturbed
+
+
 def test_saved_run_is_resumed_on_other_ranks(undisturbed: str, tmp_path: Path) -> None:
     # Two of three ranks are left: they save, and end.
     ended = _train(3, "1:leaf:15:kill", tmp_path, min_ranks=3, replacements=0, wait_seconds=0.5)

@@ -79,8 +79,8 @@ class Gpt(nn.Module):
 
 
 class Net(dl.Runner):
-    not_saved = ("changes", "passes_seen")
-    saved = ("passes",)
+    not_saved: tuple[str, ...] = ("changes", "passes_seen")
+    saved: tuple[str, ...] = ("passes",)
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -148,7 +148,7 @@ class Collecting(Net):
         dist.all_reduce(torch.zeros(1))
 
 
-_KINDS = {"": Net, "hooked": Hooked, "collecting": Collecting}
+KINDS: dict[str, type[Net]] = {"": Net, "hooked": Hooked, "collecting": Collecting}
 
 
 class Striker(Observer):
@@ -280,7 +280,12 @@ def _add(found: Any, value: object) -> None:
 
 def train(root: str, **more: Any) -> tuple[str, Net]:
     """Train in this process, and return the digest of the end."""
-    with Net(settings(workspace_root=root, **more)) as runner:
+    return train_program(Net, root, **more)
+
+
+def train_program(kind: type[Net], root: str, **more: Any) -> tuple[str, Net]:
+    """Train a program in this process, and return the digest of the end."""
+    with kind(settings(workspace_root=root, **more)) as runner:
         runner.train()
         return digest_of(runner), runner
 
@@ -316,7 +321,7 @@ def elastic_rank() -> None:
         faulthandler.register(signal.SIGUSR1, file=file)
     config = settings(workspace_root=os.environ["ROOT"], elastic={"enabled": True, **_elastic()})
     config["dir"] = os.environ["ROOT"] + "/run"
-    with _KINDS[os.environ.get("KIND", "")](config) as runner:
+    with KINDS[os.environ.get("KIND", "")](config) as runner:
         ranks, training = runner._parts.elastic, runner._parts.elastic_training
         assert ranks is not None
         assert training is not None

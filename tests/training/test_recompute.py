@@ -106,6 +106,44 @@ def test_batch_changed_by_a_step_is_refused_at_its_repetition(tmp_path: Path) ->
         recompute.check(first)
 
 
+class Levelled(TensorDataset):
+    """Rows with a state that the program changes."""
+
+    level = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.level = state["level"]
+
+
+class Changing(Noisy):
+    """Changes its dataset and the settings of its optimizer in each micro-batch."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.levelled = Levelled(torch.randn(8, 4), torch.arange(8) % 3)
+        self.datasets = {"train": self.levelled}
+
+    def train_step(self, data: Any) -> Any:
+        self.levelled.level += 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.5 * group["lr"]
+        return super().train_step(data)
+
+
+def test_states_of_datasets_and_settings_of_the_optimizer_are_put_back(tmp_path: Path) -> None:
+    with Changing(tmp_path) as runner:
+        take_back = runner._parts.recompute.remember()
+        for _ in range(2):
+            for batch in batches():
+                runner.train_step(batch)
+            assert (runner.levelled.level, runner.optimizer.param_groups[0]["lr"]) != (0.0, 0.1)
+            take_back()
+            assert (runner.levelled.level, runner.optimizer.param_groups[0]["lr"]) == (0.0, 0.1)
+
+
 class Unrestorable(Lengths):
     """Cannot load its own state."""
 

@@ -1,0 +1,119 @@
+"""Programs that change what an update is computed from in hooks of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from danling.training.attributes import REMEMBERED_BYTES
+
+from . import training
+
+
+class Levelled(training.Noisy):
+    """Rows with a level that the program changes and the dataset saves."""
+
+    level = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.level = state["level"]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        found = super().__getitem__(index)
+        return {**found, "input": found["input"] + self.level}
+
+
+class Earlier(training.Net):
+    """Changes an attribute, the optimizer's settings and its dataset in each update before the sums."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.temperature = 1.0
+        self.levelled = Levelled(41, 7)
+        self.datasets["train"] = self.levelled
+
+    def train_step(self, data: Any) -> Any:
+        return super().train_step({**data, "input": data["input"] / self.temperature})
+
+    def step(self) -> Any:
+        self.temperature *= 0.97
+        self.levelled.level += 0.01
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 1.1 * group["weight_decay"]
+        return super().step()
+
+
+class WeightsEarlier(training.Net):
+    """Changes weights before the sums."""
+
+    def step(self) -> Any:
+        with torch.no_grad():
+            for parameter in self.unwrapped_model.parameters():
+                parameter.mul_(0.99)
+        return super().step()
+
+
+class LargeEarlier(training.Net):
+    """Changes an attribute before the sums that is too large to be put back."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.bank = torch.zeros(REMEMBERED_BYTES // 4 + 1)
+
+    def step(self) -> Any:
+        self.bank[0] += 1
+        return super().step()
+
+
+class SavesInStep(training.Net):
+    """Saves in `step`, and counts after it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.steps_made = 0
+
+    def step(self) -> Any:
+        found = super().step()
+        if self.state.train.global_step % 4 == 3:
+            self.save_checkpoint()
+        self.steps_made += 1
+        return found
+
+
+class EvaluatesInStep(training.Net):
+    """Evaluates in `step`, after the update."""
+
+    def step(self) -> Any:
+        found = super().step()
+        if self.state.train.global_step == 6:
+            self.evaluate("val")
+        return found
+
+
+class EvaluatesAtPassStart(training.Net):
+    """Evaluates where some passes begin, and keeps the loss."""
+
+    saved = ("passes", "losses")
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.losses: list[float] = []
+
+    def on_pass_start(self, split: str) -> None:
+        super().on_pass_start(split)
+        if self.passes % 4 == 2:
+            self.losses.append(self.evaluate("val")["val"]["loss"])
+
+
+_ALL = (Earlier, WeightsEarlier, LargeEarlier, SavesInStep, EvaluatesInStep, EvaluatesAtPassStart)
+KINDS = {each.__name__: each for each in _ALL}
+
+
+def rank() -> None:
+    """Be one rank of a program, and note the error with which it ends."""
+    training.KINDS.update(KINDS)
+    training.noted_error()
