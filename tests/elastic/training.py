@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import distributed as dist
@@ -79,8 +79,8 @@ class Gpt(nn.Module):
 
 
 class Net(dl.Runner):
-    not_saved: tuple[str, ...] = ("changes", "passes_seen")
-    saved: tuple[str, ...] = ("passes",)
+    not_saved: ClassVar[tuple[str, ...]] = ("changes", "passes_seen")
+    saved: ClassVar[tuple[str, ...]] = ("passes",)
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
