@@ -193,7 +193,7 @@ class TorchRunner(BaseRunner):
         if made is not None:
             setattr(self, component, made)
         self._join_components()
-        check_kinds(self.optimizer, self.scheduler)
+        check_kinds(self)
         return getattr(self, component)
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ _ASSIGNED = ("model", "criterion", "optimizer", "scheduler", "datasets", "datalo
 
 def check_components(runner: TorchRunner) -> None:
     """Refuse components of the wrong kind."""
-    model, criterion, optimizer, scheduler = runner.model, runner.criterion, runner.optimizer, runner.scheduler
+    model, criterion, optimizer = runner.model, runner.criterion, runner.optimizer
     if not isinstance(model, nn.Module):
         made = " Make an instance of it." if isinstance(model, type) else ""
         raise ValueError(
@@ -85,7 +85,7 @@ def check_components(runner: TorchRunner) -> None:
         raise ValueError(
             f"Expected `self.criterion` to be a callable (pred, target) -> loss. Received: criterion={criterion!r}.{made}"
         )
-    check_kinds(optimizer, scheduler)
+    check_kinds(runner)
     if optimizer is not None:
         trained = {id(parameter) for _, parameter in runner.named_parameters() if parameter.requires_grad}
         optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -124,8 +124,9 @@ def check_components(runner: TorchRunner) -> None:
                 )
 
 
-def check_kinds(optimizer: Any, scheduler: Any) -> None:
-    """Refuse an optimizer or a scheduler that is none."""
+def check_kinds(runner: TorchRunner) -> None:
+    """Refuse an optimizer or a scheduler that is none, and a scheduler that no checkpoint can hold where some are saved."""
+    optimizer, scheduler = runner.optimizer, runner.scheduler
     is_scheduler = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, type)
     if scheduler is not None and not is_scheduler:
         raise ValueError(
@@ -133,7 +134,7 @@ def check_kinds(optimizer: Any, scheduler: Any) -> None:
             "self.optimizer, or name it in `scheduler.type` and let the runner build it."
         )
     missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(scheduler, name, None))]
-    if scheduler is not None and missing:
+    if scheduler is not None and missing and not runner.config.checkpoint.load_only:
         raise ValueError(
             f"Expected `self.scheduler` to be a scheduler that a checkpoint can hold. Received: a {type(scheduler).__name__} without "
             f"{' and '.join(missing)}. Derive it from torch.optim.lr_scheduler.LRScheduler, or give it both: a dictionary of its numbers, "

@@ -211,10 +211,12 @@ class Evaluator:
         totals = Meters(exact=self.exact)
         scored, evaluated = False, 0.0
         metrics.reset()
+        is_unbounded = limit is None and not _has_length(source.loader)
+        read = self._pass_over(source, limit, is_unbounded=is_unbounded)
         with runner.meters.isolated(exact=self.exact):
             with self._entered(split, "evaluate"), torch.no_grad():
                 batches = self._session.between_batches(
-                    split, self._pass_over(source, limit), sync=self._update.sync, domain=runner.placement.optimizer
+                    split, read, sync=self._update.sync, domain=runner.placement.optimizer
                 )
                 for batch in batches:
                     self._keys.begin_batch("evaluate", split, batch.place)
@@ -253,11 +255,13 @@ class Evaluator:
             raise not_one_loss(loss)
         return pred, loss
 
-    def _pass_over(self, source: BatchSource, limit: int | None = None) -> Iterator[Batch]:
+    def _pass_over(
+        self, source: BatchSource, limit: int | None = None, *, is_unbounded: bool = False
+    ) -> Iterator[Batch]:
         source.rewind()
         placement = self.runner.placement
         batches: Iterator[Batch] = islice(source.batches(), limit)
-        if limit is None and not _has_length(source.loader):
+        if is_unbounded:
             batches = self._named_where_long(batches, source.split)
         if self.runner.preparation.evaluates_together:
             batches = even_out(batches, ranks=placement.optimizer, readers=placement.data, reads=source.reads)

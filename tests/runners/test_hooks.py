@@ -312,6 +312,14 @@ def test_what_an_overridden_builder_makes_is_checked_as_what_init_makes(
         type("Built", (Line,), {hook: made})(settings(tmp_path, steps=6))
 
 
+def test_a_schedule_without_a_state_trains_where_nothing_is_saved(tmp_path: Path) -> None:
+    hook = {"build_scheduler": lambda self: Halving(self.optimizer)}
+    with type("Built", (Line,), hook)(settings(tmp_path, steps=2, checkpoint={"load_only": True})) as runner:
+        rate = runner.optimizer.param_groups[0]["lr"]
+        runner.train()
+        assert runner.optimizer.param_groups[0]["lr"] == rate / 4
+
+
 @pytest.mark.parametrize(
     ("needs", "is_told"),
     [

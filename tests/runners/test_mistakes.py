@@ -385,8 +385,10 @@ class Endless(torch.utils.data.IterableDataset[Any]):
 
 
 def test_an_evaluation_of_many_batches_of_a_stream_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
-    train(datasets={"train": DATA, "val": Endless()})
-    said = "Split 'val' is a stream of unknown length, of which 1000 batches were read by now"
+    with Toy(settings(evaluate_splits=["val"]), datasets={"train": DATA, "val": Endless(), "new": Endless()}) as runner:
+        runner.train()
+        runner.infer("new")
+    said = "is a stream of unknown length, of which 1000 batches were read by now"
     assert capfd.readouterr().err.count(said) == 1
 
 
