@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from explore.planted_search import FAULTS, Search, checked_with, checked_without
 from explore.properties import Verdict
-from explore.spec import Data, Event, Program, Settings, Stack, State
+from explore.spec import Data, Event, Model, Optimizer, Part, Program, Settings, Stack, State
 
 COUNTS_BYTES = Program(
     data=Data(train=8),
@@ -31,6 +31,42 @@ def test_fault_is_found_by_a_program_that_fails_with_it_and_not_without() -> Non
     verdict = checked_with("bytes_are_not_saved", COUNTS_BYTES)
     assert (verdict.kind, verdict.broken) == ("differs", "resumed_is_the_same"), verdict
     assert checked_with("buffers_are_averaged", COUNTS_BYTES).kind == "right"
+
+
+LEFT_OUT = Model((Part("sometimes", flag=True, parts=(Part("linear"),)),))
+SHOWS = {
+    "own_entries_of_optimizer_are_dropped": Program(
+        data=Data(train=8),
+        optimizer=Optimizer("lookahead", by_config=False, lenient=True),
+        settings=Settings(batch_size=2, epochs=None, steps=4),
+        events=(Event("stop", 2),),
+    ),
+    "gradient_of_hsdp_comes_late": Program(
+        model=LEFT_OUT,
+        data=Data(train=16),
+        settings=Settings(batch_size=2, accum_steps=2),
+        stack=Stack("parallel", ranks=4, replicate=2, shard=2),
+    ),
+    "changed_attribute_is_not_named": Program(
+        settings=Settings(batch_size=None, global_batch_size=4, micro_batch_size=1, gradient_sum="canonical"),
+        state=(State("runner", "int"),),
+    ),
+    "blocks_are_mixed_up": Program(
+        model=Model(tasks=True),
+        settings=Settings(batch_size=2),
+        stack=Stack("parallel", ranks=2, shard=2),
+    ),
+}
+"""Programs that the strategies can draw since, by the faults that the last table of the docs says were not found."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", SHOWS)
+def test_fault_that_was_not_found_is_shown_by_a_program_that_can_be_drawn(fault: str) -> None:
+    without, reached = checked_without(SHOWS[fault])
+    assert without.kind in ("right", "named", "refused"), without
+    assert fault in reached
+    assert checked_with(fault, SHOWS[fault]).kind == "differs"
 
 
 def test_fault_is_checked_with_the_programs_that_reach_it_alone() -> None:
