@@ -66,8 +66,8 @@ def skipped_update_keeps_attributes() -> Switch:
     """Put back buffers and figures of a skipped update, but not the attributes of the user's."""
     begin = SkippedUpdates.begin
 
-    def begin_update(self: SkippedUpdates, weight: Any) -> None:
-        begin(self, weight)
+    def begin_update(self: SkippedUpdates) -> None:
+        begin(self)
         if self._put_back is not None:
             self._put_back = self._put_back[0], _nothing
 

@@ -51,7 +51,7 @@ def evaluation_moves_streams() -> Switch:
 
 def skipped_update_keeps_statistics() -> Switch:
     """Remember nothing where an update begins that may be skipped."""
-    return Switch((SkippedUpdates, "begin", lambda self, weight: None))
+    return Switch((SkippedUpdates, "begin", lambda self: None))
 
 
 def averages_in_dtype_of_weights() -> Switch:
