@@ -215,7 +215,7 @@ class OpenUpdate:
     def begin(self) -> None:
         """Remember where an update begins. No communication."""
         self._has_stepped = False
-        self._take_back = self._update.recompute.remember()
+        self._take_back = self._update.recompute.remember(reads_again=True)
         self.unchanged.note()
         self._remembered_at = self._runner.state.train.attempted
 

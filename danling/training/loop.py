@@ -697,8 +697,8 @@ class TrainingLoop:
 
     def _start_pass(self, split: str) -> None:
         """Call the hook of the beginning of a pass, which may freeze parameters, unfreeze them, or replace the optimizer."""
-        runner = self._runner
-        put_back = self._update.recompute.remember(window=False) if self._driver is not None else None
+        runner, recompute = self._runner, self._update.recompute
+        put_back = recompute.remember(window=False, reads_again=True) if self._driver is not None else None
         try:
             runner.on_pass_start(split)
         except BaseException:

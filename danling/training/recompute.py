@@ -31,7 +31,7 @@ class Recompute:
     """Takes the micro-batches of an update back, so that they can be run again.
 
     Puts back everything that they change: buffers, meters, counters, the carry, the user's attributes, the settings of the optimizer, the
-    states of observers and of datasets, the window and its gradient.
+    states of observers, the window and its gradient; the states of datasets where batches are read again.
     Random numbers follow from their keys. Batches are not copied: a step that has written to its batch cannot be run again, which is
     refused.
     """
@@ -51,8 +51,13 @@ class Recompute:
         self.train_metrics = train_metrics
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}
 
-    def remember(self, *, window: bool = True) -> Callable[[], None]:
-        """Remember where an update begins, and return what takes its micro-batches back. No communication."""
+    def remember(self, *, window: bool = True, reads_again: bool = False) -> Callable[[], None]:
+        """Remember where an update begins, and return what takes its micro-batches back. No communication.
+
+        Args:
+            window: Whether an update is open, and not a micro-batch of padding or a hook.
+            reads_again: Whether what follows is read again too. Else the states of datasets stay: reading may have changed them.
+        """
         runner = self._runner
         self._versions = {}
         buffers = BufferCopies(runner)
@@ -62,7 +67,7 @@ class Recompute:
         # Of padding, observers hear nothing.
         put_observers_back = self._observer_states.remember() if window else None
         put_settings_back = remember_settings(runner.optimizer)
-        put_datasets_back = self._data.remember_states()
+        put_datasets_back = self._data.remember_states() if reads_again else None
         micro_step = runner.state.train.micro_step
 
         def take_back() -> None:
@@ -73,7 +78,8 @@ class Recompute:
             buffers.put_back()
             put_figures_back()
             put_settings_back()
-            put_datasets_back()
+            if put_datasets_back is not None:
+                put_datasets_back()
             if put_observers_back is not None:
                 put_observers_back()
             runner.state.train.micro_step = micro_step

@@ -133,15 +133,19 @@ class Changing(Noisy):
         return super().train_step(data)
 
 
-def test_states_of_datasets_and_settings_of_the_optimizer_are_put_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reads_again", [False, True])
+def test_settings_of_the_optimizer_are_put_back_and_states_of_datasets_that_are_read_again(
+    reads_again: bool, tmp_path: Path
+) -> None:
     with Changing(tmp_path) as runner:
-        take_back = runner._parts.recompute.remember()
-        for _ in range(2):
+        take_back = runner._parts.recompute.remember(reads_again=reads_again)
+        for times in (1, 2):
             for batch in batches():
                 runner.train_step(batch)
             assert (runner.levelled.level, runner.optimizer.param_groups[0]["lr"]) != (0.0, 0.1)
             take_back()
-            assert (runner.levelled.level, runner.optimizer.param_groups[0]["lr"]) == (0.0, 0.1)
+            level = 0.0 if reads_again else float(times * len(batches()))
+            assert (runner.levelled.level, runner.optimizer.param_groups[0]["lr"]) == (level, 0.1)
 
 
 class Unrestorable(Lengths):
