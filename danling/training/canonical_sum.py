@@ -292,13 +292,17 @@ class CanonicalSum:
                 )
 
     def _values_of_program(self) -> dict[str, object]:
-        """Return what tells whether attributes of the runner, and plain ones of the model's modules, change."""
+        """Return what tells whether attributes of the runner, and plain ones of the model's modules and of datasets, change."""
         runner = self._runner
         found: dict[str, object] = {f"self.{name}": value for name, value in self._attributes.digests().items()}
         for path, module in runner.unwrapped_model.named_modules():
             for name, value in vars(module).items():
                 if not name.startswith("_") and isinstance(value, (bool, int, float, str)):
                     found[".".join(filter(None, ("self.model", path, name)))] = value
+        for split, dataset in runner.datasets.items():
+            for name, value in getattr(dataset, "__dict__", {}).items():
+                if not name.startswith("_") and isinstance(value, (bool, int, float, str)):
+                    found[f"self.datasets[{split!r}].{name}"] = value
         return found
 
     def _check_values(self, before: Mapping[str, object]) -> None:

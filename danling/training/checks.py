@@ -55,7 +55,7 @@ _UNSCALING = (
     "train_steps",
     "train_epoch",
 )
-"""Methods besides `train_step` in which a program can unscale gradients."""
+"""Methods other than `train_step` in which a program can unscale gradients."""
 
 _ASSIGNED = ("model", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics")
 

@@ -38,6 +38,10 @@ FOUND: dict[str, str] = {
         '"optimizer": {"lr": 0.01}, "settings": {"batch_size": null, "epochs": null, "global_batch_size": 6, "seed": 3, '
         '"steps": 2}, "stack": {"kind": "deepspeed"}}'
     ),
+    "count-on-a-dataset-is-named-with-one-order-of-addition": (
+        '{"data": {"source": "dataset", "train": 8}, "settings": {"batch_size": null, "global_batch_size": 4, '
+        '"gradient_sum": "canonical", "micro_batch_size": 2}, "state": [{"kind": "plain", "where": "dataset"}]}'
+    ),
     "ranks-of-ddp-that-use-different-blocks-end-with-an-error-of-words": (
         '{"criterion": {"kind": "bce"}, "data": {"source": "list", "train": 15}, "model": {"parts": [{"kind": "complex"}, '
         '{"kind": "sometimes", "parts": [{"kind": "complex"}]}]}, "stack": {"ranks": 2}}'
