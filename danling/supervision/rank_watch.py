@@ -290,10 +290,9 @@ class RankWatch(Observer):
             self._waits_since = now
         least = self._least or math.inf
         warns_after = max(least, _FAR_LONGER * max(self._updates, default=0.0))
-        if mine.excuse in _MAY_TAKE_LONG and now - self._waits_since > warns_after:
-            # An evaluation may take any time, but not in one collective.
-            mine = replace(mine, excuse="")
-        if mine.excuse:
+        # An evaluation may take any time, but not in one collective, unless another rank computes.
+        is_in_one = mine.excuse in _MAY_TAKE_LONG and now - self._waits_since > warns_after
+        if mine.excuse and not is_in_one:
             self._idle_since = now
         limit = collective_timeout(self._runner.device) or math.inf
         # So much earlier there is just time enough to say what the ranks do.
@@ -346,10 +345,10 @@ class RankWatch(Observer):
             return
         texts = {rank: self._ask(f"state/{rank}") for rank in range(self._domain.size)}
         states = {rank: RankState(**json.loads(text)) if text else None for rank, text in texts.items()}
-        excused = any(state is not None and state.excuse for state in states.values())
-        if not self._updates:
-            # How long an update takes is not known before the second one: only a job of which every rank waits is taken for a hang.
-            excused = excused or not all(state is not None and state.waits for state in states.values())
+        excuses = {state.excuse for state in states.values() if state is not None and state.excuse}
+        all_wait = all(state is not None and state.waits for state in states.values())
+        # Nor is known before the second update how long one takes.
+        excused = bool(excuses.difference(_MAY_TAKE_LONG)) or (not all_wait and bool(excuses or not self._updates))
         if alarm == WARNING and excused:
             self._idle_since = now
             self._asked = None
