@@ -252,6 +252,11 @@ class JointScheduler:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.schedules.values())
 
+    @property
+    def last_epoch(self) -> int:
+        """The positions of all schedules that say theirs, added up: it grows with each advance."""
+        return sum(getattr(schedule, "last_epoch", 0) for schedule in self)
+
     def step(self) -> None:
         """Advance all schedules."""
         for schedule in self:

@@ -16,7 +16,14 @@ from danling.training import TrainingSession
 from danling.training.attributes import KeptAttributes
 from danling.training.batches import BatchLoss
 from danling.training.canonical_sum import CanonicalSum
-from danling.training.checks import ComponentChecks, FiniteWeights, FirstGradients, GivenMetrics, MetricsInTraining
+from danling.training.checks import (
+    ComponentChecks,
+    ExtraStates,
+    FiniteWeights,
+    FirstGradients,
+    GivenMetrics,
+    MetricsInTraining,
+)
 from danling.training.evaluation import Evaluator
 from danling.training.extension import Extension
 from danling.training.keys import RandomKeys
@@ -203,7 +210,7 @@ class TorchParts(Parts):
             self._wrap_metrics()
             self.recompute.train_metrics = self.train_metrics
         self.phases = phases_of(runner, session, self.data)
-        self.schedule = Schedule(runner, counts_by_optimizer=self.phases is not None)
+        self.schedule = Schedule(runner)
         self.agreement = runner.build_agreement()
         self.skipped = SkippedUpdates(runner, self.attributes, self.train_metrics)
         self.update = UpdateStep(
@@ -255,6 +262,7 @@ class TorchParts(Parts):
             extensions=self.extensions,
         )
         self.saver.checks += [self.update.raise_pending_error, self.finite.check]
+        self.saver.before.append(ExtraStates(runner).check)
         self.keys.called = (self.phases, self.audits, self.train_metrics)
         observers = [self.checks, FirstGradients(runner, has_phases=self.phases is not None)]
         session.observers.extend([*observers, RunRecorder(runner, self.data)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import sys
@@ -721,6 +722,58 @@ class FiniteWeights:
             "made them. Nothing was saved, and the last checkpoint stays. Raise eps of the optimizer, lower the learning rate, or set "
             "max_grad_norm; then resume."
         )
+
+
+class ExtraStates:
+    """Names modules whose `get_extra_state` differs between ranks: a checkpoint has one state of the model, for all ranks."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self._is_known = False
+
+    def check(self) -> None:
+        """Compare the states at a save, until none is there or one was named. A small collective: called on all ranks."""
+        domain = self._runner.placement.optimizer
+        if self._is_known or domain.size == 1:
+            return
+        mine = {}
+        for name, module in self._runner.unwrapped_model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                digest = hashlib.sha1(usedforsecurity=False)
+                _feed(digest, module.get_extra_state())
+                mine[canonical_name(name) or type(module).__name__] = digest.digest()
+        found = domain.gather_objects(mine)
+        first: dict[str, bytes] = {}
+        for of_rank in found:
+            first = {**of_rank, **first}
+        names = [name for name, digest in first.items() if any(each.get(name, digest) != digest for each in found)]
+        self._is_known = bool(names) or not first
+        if names and domain.rank == 0:
+            logger.warning(
+                "get_extra_state() of %s returns something else on other ranks. A checkpoint has that of the first rank, with which all "
+                "ranks resume: let it depend on what all ranks know, make it a buffer, or keep it in an attribute of the runner, which is "
+                "saved for each rank.",
+                listed(names),
+            )
+
+
+def _feed(digest: Any, value: object) -> None:
+    """Add plain values and tensors to a digest; others count by their class."""
+    if isinstance(value, Tensor):
+        held = value.detach().cpu().contiguous()
+        digest.update(
+            f"{held.dtype} {tuple(held.shape)}".encode() + held.reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            digest.update(repr(key).encode())
+            _feed(digest, item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _feed(digest, item)
+    else:
+        plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+        digest.update((repr(value) if plain else type(value).__name__).encode())
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from danling.data.run_data import RunData
-from danling.optim import JointOptimizer, JointScheduler
+from danling.optim import JointOptimizer
 
 from .reduction import GradientReduction
 from .session import TrainingSession
@@ -157,7 +157,7 @@ class Phases:
 
     def _end(self, phase: Phase, update: UpdateStep, *, last: bool) -> None:
         """End a block that is due: make the update of the phase in the last micro-batch, else keep its gradient."""
-        runner, window = self._runner, phase.window
+        window = phase.window
         if window.unscaled:
             window.reset()
             raise ValueError(
@@ -182,8 +182,7 @@ class Phases:
         if outcome.committed:
             phase.skips = 0
             update.losses.add_totals(f"{phase.name}_loss", outcome.loss_sum, outcome.weight)
-            if isinstance(runner.scheduler, JointScheduler) and update.schedule.by_update:
-                runner.scheduler.step_of(phase.name)
+            update.schedule.advance_one(phase.name)
             return
         phase.skips += 1
         # Of the update the other phases may be made, whose meters count; statistics of its forwards must not stay with NaN in them.

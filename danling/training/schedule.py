@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from danling.metrics.scores import infer_mode, metric_of
-from danling.optim import needs_metric
+from danling.optim import JointScheduler, needs_metric
 from danling.optim.arguments_of_step import takes_position
 from danling.optim.registry import refuse_new_groups, scheduler_interval
 
@@ -52,18 +52,15 @@ class Schedule:
 
     Args:
         runner: The runner, whose present `scheduler` is advanced.
-        counts_by_optimizer: Whether a schedule has a position for each of several optimizers.
     """
 
-    def __init__(self, runner: TorchRunner, *, counts_by_optimizer: bool) -> None:
+    def __init__(self, runner: TorchRunner) -> None:
         self.by_update = False
         self._passes_step = False
         """Whether the schedule takes the number of the update, as those of timm do."""
         self._runner = runner
-        # Several optimizers have several positions: none is read.
-        self._position = "" if counts_by_optimizer else "last_epoch"
         self._at: int | None = None
-        """Where the schedule was when the open window began; `None` if it does not say, or counts by optimizer."""
+        """Where the schedule was when the open window began, and where the library has moved it since; `None` if it does not say."""
         self._left: tuple[object, int, int] | None = None
         """The schedule, the number of updates and the schedule's position, when the library advanced it last."""
 
@@ -78,7 +75,7 @@ class Schedule:
     def begin_update(self) -> None:
         """Note the position of the schedule, and refuse one that was advanced between two updates, as in an override of `step`."""
         scheduler = self._runner.scheduler
-        self._at = getattr(scheduler, self._position, None)
+        self._at = getattr(scheduler, "last_epoch", None)
         if self._left is None or self._at is None:
             return
         known, step, at = self._left
@@ -100,6 +97,15 @@ class Schedule:
             "runner advances it."
         )
 
+    def advance_one(self, name: str) -> None:
+        """Advance the schedule of one of several optimizers, of which an update was made."""
+        scheduler = self._runner.scheduler
+        if self.by_update and isinstance(scheduler, JointScheduler):
+            before = scheduler.last_epoch
+            scheduler.step_of(name)
+            if self._at is not None:
+                self._at += scheduler.last_epoch - before
+
     def after_update(self, *, advances: bool) -> None:
         """Advance a schedule that goes by updates, unless each of several optimizers has advanced its own. An update was made."""
         scheduler = self._runner.scheduler
@@ -109,13 +115,13 @@ class Schedule:
             else:
                 self._step(scheduler)
         # As `note_position` has it, without its call.
-        at = getattr(scheduler, self._position, None)
+        at = getattr(scheduler, "last_epoch", None)
         self._left = None if at is None else (scheduler, self._runner.state.train.global_step, at)
 
     def note_position(self) -> None:
         """Remember where the library leaves the schedule: only an update advances it before the next one."""
         scheduler = self._runner.scheduler
-        at = getattr(scheduler, self._position, None)
+        at = getattr(scheduler, "last_epoch", None)
         self._left = None if at is None else (scheduler, self._runner.state.train.global_step, at)
 
     def _step(self, scheduler: Any, *arguments: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import run_processes
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
@@ -339,3 +340,40 @@ def test_a_loop_by_hand_needs_no_optimizer_on_the_runner(tmp_path: Path) -> None
             runner.state.train.global_step += 1
             assert not runner.boundary()
         assert (tmp_path / "checkpoints" / "latest.pth").exists()
+
+
+class Counting(nn.Linear):
+    """Counts positive samples, or all of them, in an attribute of Python."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__(4, 2)
+        self.least, self.count = least, 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"counts": [self.count, torch.tensor(self.count)], "name": "count"}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.count = state["counts"][0]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += int((inputs[:, 0] > self.least).sum())
+        found: Tensor = super().forward(inputs)
+        return found
+
+
+def named_extra_states(directory: Path, least: float) -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("danling").addHandler(handler)
+    settings = {"seed": 1, "steps": 4, "dir": str(directory), "log": False, "dataloader": {"batch_size": 1}}
+    torch.manual_seed(2)
+    with Small({**settings, "checkpoint.interval": 1}, model=nn.Sequential(Counting(least), nn.Tanh())) as runner:
+        runner.train()
+    return [message for message in found if "get_extra_state" in message]
+
+
+def test_extra_states_that_differ_between_ranks_are_named_once(tmp_path: Path) -> None:
+    ((message,), others) = run_processes(named_extra_states, tmp_path / "differ", 0.0, world_size=2)
+    assert "get_extra_state() of 0 returns something else on other ranks" in message and others == []
+    assert run_processes(named_extra_states, tmp_path / "same", -1e9, world_size=2) == [[], []]

@@ -202,6 +202,51 @@ def test_schedule_advanced_in_optimizer_step_is_refused(tmp_path: Path) -> None:
         runner.train()
 
 
+class Phased(Loop):
+    """Steps two optimizers by name, and in the second update the schedule of one of them, or of both, itself."""
+
+    def __init__(self, config: Any, stepped: str) -> None:
+        super().__init__(config)
+        first, *others = self.model.parameters()
+        members = {"first": torch.optim.SGD([first], 0.1), "others": torch.optim.SGD(others, 0.1)}
+        self.optimizer = members
+        if "scheduler" not in config:
+            self.scheduler = {name: torch.optim.lr_scheduler.StepLR(each, 2) for name, each in members.items()}
+        self.stepped = stepped
+
+    def train_step(self, data: Any) -> Any:
+        found: Any = None
+        is_second = self.state.train.global_step == 1
+        for name in ("first", "others"):
+            with self.optimizing(name):
+                found = super().train_step(data)
+            if is_second and name == self.stepped:
+                self.scheduler[name].step()
+        if is_second and self.stepped == "both":
+            self.scheduler.step()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("by_config", "stepped", "times"),
+    [(True, "both", 1), (False, "both", 2), (False, "first", 1), (False, "others", 1), (False, "", 0), (True, "", 0)],
+)
+def test_schedules_of_several_optimizers_are_left_to_the_runner(
+    by_config: bool, stepped: str, times: int, tmp_path: Path
+) -> None:
+    schedule = {"scheduler": {"type": "steplr", "step_size": 2}} if by_config else {}
+    with Phased({**config_of(tmp_path, **schedule), "accum_steps": 1}, stepped) as runner:
+        if not times:
+            runner.train()
+            schedules = [runner.scheduler] if by_config else runner.scheduler
+            assert {each.last_epoch for each in schedules} == {runner.train_state.global_step}
+            return
+        with pytest.raises(
+            ValueError, match=rf"`train_step` to leave the schedule .*advanced {times} times in an update"
+        ):
+            runner.train()
+
+
 class SteppingAfterStep(Loop):
     def step(self) -> Any:
         outcome = super().step()
