@@ -729,12 +729,13 @@ class ExtraStates:
 
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner
-        self._is_known = False
+        self._named: set[str] = set()
 
     def check(self) -> None:
-        """Compare the states at a save, until none is there or one was named. A small collective: called on all ranks."""
+        """Compare the states at a save. A small collective where the model has any, which its classes decide: called on all ranks."""
         domain = self._runner.placement.optimizer
-        if self._is_known or domain.size == 1:
+        # Stages of a pipeline have other modules.
+        if domain.size == 1 or getattr(self._runner, "pipeline", None) is not None:
             return
         mine = {}
         for name, module in self._runner.unwrapped_model.named_modules():
@@ -742,12 +743,13 @@ class ExtraStates:
                 digest = hashlib.sha1(usedforsecurity=False)
                 _feed(digest, module.get_extra_state())
                 mine[canonical_name(name) or type(module).__name__] = digest.digest()
+        if not mine:
+            return
         found = domain.gather_objects(mine)
-        first: dict[str, bytes] = {}
-        for of_rank in found:
-            first = {**of_rank, **first}
-        names = [name for name, digest in first.items() if any(each.get(name, digest) != digest for each in found)]
-        self._is_known = bool(names) or not first
+        names = [
+            name for name in mine if name not in self._named and any(each.get(name) != mine[name] for each in found)
+        ]
+        self._named.update(names)
         if names and domain.rank == 0:
             logger.warning(
                 "get_extra_state() of %s returns something else on other ranks. A checkpoint has that of the first rank, with which all "
