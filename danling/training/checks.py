@@ -725,7 +725,7 @@ class FiniteWeights:
 
 
 class ExtraStates:
-    """Names modules whose `get_extra_state` differs between ranks: a checkpoint has one state of the model, for all ranks."""
+    """Names modules whose `get_extra_state` differs between ranks: a checkpoint has one state of model and criterion, for all ranks."""
 
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner
@@ -738,11 +738,12 @@ class ExtraStates:
         if domain.size == 1 or getattr(self._runner, "pipeline", None) is not None:
             return
         mine = {}
-        for name, module in self._runner.unwrapped_model.named_modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                digest = hashlib.sha1(usedforsecurity=False)
-                _feed(digest, module.get_extra_state())
-                mine[canonical_name(name) or type(module).__name__] = digest.digest()
+        for root, owner in (("model", self._runner.unwrapped_model), ("criterion", self._runner.criterion)):
+            for name, module in owner.named_modules(prefix=root) if isinstance(owner, nn.Module) else ():
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    digest = hashlib.sha1(usedforsecurity=False)
+                    _feed(digest, module.get_extra_state())
+                    mine[canonical_name(name)] = digest.digest()
         if not mine:
             return
         found = domain.gather_objects(mine)

@@ -361,19 +361,42 @@ class Counting(nn.Linear):
         return found
 
 
-def named_extra_states(directory: Path, least: float) -> list[str]:
+class CountingLoss(nn.CrossEntropyLoss):
+    """As `Counting` does, by the first prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+    def forward(self, pred: Tensor, target: Tensor) -> Tensor:
+        self.count += int((pred[:, 0] > 0).sum())
+        return super().forward(pred, target)
+
+
+def named_extra_states(directory: Path, least: float, in_criterion: bool = False) -> list[str]:
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("danling").addHandler(handler)
     settings = {"seed": 1, "steps": 4, "dir": str(directory), "log": False, "dataloader": {"batch_size": 1}}
     torch.manual_seed(2)
-    with Small({**settings, "checkpoint.interval": 1}, model=nn.Sequential(Counting(least), nn.Tanh())) as runner:
+    model = nn.Sequential(Counting(least), nn.Tanh())
+    with Small({**settings, "checkpoint.interval": 1}, model=model) as runner:
+        if in_criterion:
+            runner.criterion = CountingLoss()
         runner.train()
     return [message for message in found if "get_extra_state" in message]
 
 
 def test_extra_states_that_differ_between_ranks_are_named_once(tmp_path: Path) -> None:
     ((message,), others) = run_processes(named_extra_states, tmp_path / "differ", 0.0, world_size=2)
-    assert "get_extra_state() of 0 returns something else on other ranks" in message and others == []
+    assert "get_extra_state() of model.0 returns something else on other ranks" in message and others == []
+    ((message,), _) = run_processes(named_extra_states, tmp_path / "criterion", -1e9, True, world_size=2)
+    assert "get_extra_state() of criterion returns something else" in message
     assert run_processes(named_extra_states, tmp_path / "same", -1e9, world_size=2) == [[], []]
