@@ -419,7 +419,7 @@ class ElasticTraining(Observer, Extension):
         self._update.unchanged.check(is_made_again=False)
 
     def evaluation_started(self, split: str) -> None:
-        self._update.unchanged.has_evaluated = True
+        self._update.unchanged.note_evaluation()
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
         self._update.end(committed=outcome.committed)

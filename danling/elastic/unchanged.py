@@ -21,8 +21,8 @@ _WATCHED = 2
 class UnchangedUntilStep:
     """Finds weights and large attributes that a program changes in place before the step of the optimizer.
 
-    torch counts what is written to a tensor. An evaluation with averaged weights writes to them and puts them back: where something was
-    written, digests tell whether they differ.
+    torch counts what is written to a tensor, but not what is written through `.data`. An evaluation with averaged weights writes to them
+    and puts them back: where something was written, digests tell whether they differ.
 
     Args:
         runner: The runner.
@@ -36,20 +36,25 @@ class UnchangedUntilStep:
         self._versions: list[int] = []
         self._large: list[tuple[str, Tensor, int]] = []
         self._before: str | None = None
+        """Digest of the weights where the open update began; `None` where it is not known."""
         self._watched = 0
-        self.has_evaluated = False
-        """Whether there was an evaluation in the open update."""
 
     def note(self) -> None:
         """Note where an update begins what it must leave as it is."""
         self._versions = [parameter._version for parameter in self._parameters]
         self._before = self._digest() if self._watched < _WATCHED else None
         self._watched += 1
-        self.has_evaluated = False
         self._large = []
         for name in sorted(self._attributes.too_large):
             found = tensors(getattr(self._runner, name, None))
-            self._large += [(f"self.{name}", tensor, tensor._version) for _, tensor in found]
+            # Those made in inference mode have no version.
+            counted = [tensor for _, tensor in found if not tensor.is_inference()]
+            self._large += [(f"self.{name}", tensor, tensor._version) for tensor in counted]
+
+    def note_evaluation(self) -> None:
+        """Digest the weights before an evaluation within an update, which may write averaged ones to them."""
+        if self._before is None and not self._is_written():
+            self._before = self._digest()
 
     def check(self, *, is_made_again: bool) -> None:
         """Refuse an update that has changed it. Called before the step, and where the update is taken back.
@@ -58,11 +63,14 @@ class UnchangedUntilStep:
             ValueError: If it has.
         """
         changed = {name for name, tensor, version in self._large if tensor._version != version}
-        if self._versions != [parameter._version for parameter in self._parameters]:
+        is_written = self._is_written()
+        if is_written:
             self._watched = 0
-            differs = self._before is not None and self._digest() != self._before
-            if differs or (self._before is None and is_made_again and not self.has_evaluated):
-                changed.add("the weights of the model")
+        differs = is_written and is_made_again
+        if self._before is not None:
+            differs = self._digest() != self._before
+        if differs:
+            changed.add("the weights of the model")
         if changed:
             raise ValueError(
                 f"Expected weights, and attributes beyond {REMEMBERED_BYTES >> 20} MiB in sum, that change after the step of the "
@@ -70,3 +78,7 @@ class UnchangedUntilStep:
                 f"{', '.join(sorted(changed))}, changed in place before the step. Change them in step() after super().step(), or unset "
                 "elastic.enabled."
             )
+
+    def _is_written(self) -> bool:
+        """Whether something was written to the weights since the update began."""
+        return self._versions != [parameter._version for parameter in self._parameters]

@@ -94,6 +94,15 @@ class EvaluatesInStep(training.Net):
         return found
 
 
+class MomentumEncoder(training.Net):
+    """Moves weights through `.data` in each forward, as an encoder with momentum does."""
+
+    def train_step(self, data: Any) -> Any:
+        weight, bias = [*self.unwrapped_model.parameters()][:2]
+        bias.data = 0.9 * bias.data + 0.1 * weight.data.mean(1)
+        return super().train_step(data)
+
+
 class EvaluatesAtPassStart(training.Net):
     """Evaluates where some passes begin, and keeps the loss."""
 
@@ -109,7 +118,7 @@ class EvaluatesAtPassStart(training.Net):
             self.losses.append(self.evaluate("val")["val"]["loss"])
 
 
-_ALL = (Earlier, WeightsEarlier, LargeEarlier, SavesInStep, EvaluatesInStep, EvaluatesAtPassStart)
+_ALL = (Earlier, WeightsEarlier, LargeEarlier, SavesInStep, EvaluatesInStep, MomentumEncoder, EvaluatesAtPassStart)
 KINDS = {each.__name__: each for each in _ALL}
 
 

@@ -53,6 +53,7 @@ def test_program_ends_as_if_undisturbed(kind: str, faults: str, shards: bool, tm
     [
         ("WeightsEarlier", "", "Received: the weights of the model, changed in place before the step"),
         ("LargeEarlier", "", "Received: self.bank, changed in place before the step"),
+        ("MomentumEncoder", "", "Received: the weights of the model, changed in place before the step"),
         ("EvaluatesInStep", "2:evaluating:4:kill", "what follows it in step() after update 6 cannot be made again"),
     ],
 )
