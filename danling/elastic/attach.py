@@ -232,15 +232,15 @@ class OpenUpdate:
         """Take back an update that was begun and not made; return whether there was one."""
         self._update.drop_open()
         take_back, self._take_back = self._take_back, None
+        if self._session.concluded is not None:
+            raise RuntimeError(
+                "Expected no evaluation and no other collective in step() after super().step(), with elastic.enabled. Received: one that "
+                f"failed, since a rank has ended: what follows it in step() after update {self._runner.state.train.global_step} cannot be "
+                "made again. Call it in `update_ended` of an observer, or let evaluate_interval decide."
+            )
         if take_back is None:
             return False
         if self._remembered_at != self._runner.state.train.attempted:
-            if self._session.concluded is not None:
-                raise RuntimeError(
-                    "Expected no evaluation and no other collective in step() after super().step(), with elastic.enabled. Received: one "
-                    f"that failed, since a rank has ended: what follows it in step() after update {self._runner.state.train.global_step} "
-                    "cannot be made again. Call it in `update_ended` of an observer, or let evaluate_interval decide."
-                )
             # It was made: what follows it is due.
             self._loop.is_at_boundary = True
             return False

@@ -79,7 +79,7 @@ class TrainingSession:
             without one. This rank's own.
         in_step: Whether a `train_step` is under way.
         in_update: Whether a `step` is under way.
-        concluded: An update that is made, as long as the observers have not been told of it.
+        concluded: An update that is made, until its `step` has returned; where that raises, until the next save or update.
         signals: Watches for signals while a training runs; else `None`.
         observers: Are told of the events of a training.
     """
@@ -101,8 +101,8 @@ class TrainingSession:
         self._requested: set[str] = set()
         self._deadline = math.inf
         self._is_observed = self._evaluates = self._updated = False
-        self._was_told = False
-        """Whether the observers were told of an update within the `step` that is under way, or was last."""
+        self._told: UpdateOutcome | None = None
+        """The update of which the observers were told within the `step` that is under way."""
 
     # Requests
 
@@ -193,7 +193,7 @@ class TrainingSession:
     def update(self, step: Callable[[], UpdateOutcome]) -> UpdateOutcome:
         """Make one update, and tell the observers of it."""
         self.in_update = True
-        self.concluded, self._was_told = None, False
+        self.concluded = self._told = None
         try:
             outcome = step()
         finally:
@@ -203,8 +203,8 @@ class TrainingSession:
                 f"Expected `step` to return an UpdateOutcome. Received: {outcome!r}. Return that of super().step()."
             )
         self._updated = True
-        is_told = self._was_told and self.concluded is None
-        self.concluded = None
+        is_told = self._told is not None and self._told is self.concluded
+        self.concluded = self._told = None
         if outcome.reason != UNCOMMITTED and not is_told:
             self.observers.notify("update_ended", outcome)
         return outcome
@@ -232,9 +232,12 @@ class TrainingSession:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Tell the observers of the save inside, and before it of the update that it is made after, in an override of `step`."""
-        outcome, self.concluded = self.concluded, None
-        if outcome is not None:
-            self._was_told = True
+        outcome = self.concluded
+        if not self.in_update:
+            # An exception has ended the `step`.
+            self.concluded = None
+        if outcome is not None and outcome is not self._told:
+            self._told = outcome
             self.observers.notify("update_ended", outcome)
         try:
             self.observers.notify("save_started")

@@ -94,6 +94,17 @@ class EvaluatesInStep(training.Net):
         return found
 
 
+class SavesAndEvaluatesInStep(training.Net):
+    """Saves and then evaluates in `step`, after the update."""
+
+    def step(self) -> Any:
+        found = super().step()
+        if self.state.train.global_step == 6:
+            self.save_checkpoint()
+            self.evaluate("val")
+        return found
+
+
 class MomentumEncoder(training.Net):
     """Moves weights through `.data` in each forward, as an encoder with momentum does."""
 
@@ -118,7 +129,16 @@ class EvaluatesAtPassStart(training.Net):
             self.losses.append(self.evaluate("val")["val"]["loss"])
 
 
-_ALL = (Earlier, WeightsEarlier, LargeEarlier, SavesInStep, EvaluatesInStep, MomentumEncoder, EvaluatesAtPassStart)
+_ALL = (
+    Earlier,
+    WeightsEarlier,
+    LargeEarlier,
+    SavesInStep,
+    EvaluatesInStep,
+    SavesAndEvaluatesInStep,
+    MomentumEncoder,
+    EvaluatesAtPassStart,
+)
 KINDS = {each.__name__: each for each in _ALL}
 
 

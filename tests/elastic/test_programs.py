@@ -55,6 +55,11 @@ def test_program_ends_as_if_undisturbed(kind: str, faults: str, shards: bool, tm
         ("LargeEarlier", "", "Received: self.bank, changed in place before the step"),
         ("MomentumEncoder", "", "Received: the weights of the model, changed in place before the step"),
         ("EvaluatesInStep", "2:evaluating:4:kill", "what follows it in step() after update 6 cannot be made again"),
+        (
+            "SavesAndEvaluatesInStep",
+            "2:evaluating:4:kill",
+            "what follows it in step() after update 6 cannot be made again",
+        ),
     ],
 )
 def test_what_cannot_be_made_again_is_refused(kind: str, faults: str, text: str, tmp_path: Path) -> None:
