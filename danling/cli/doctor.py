@@ -27,11 +27,16 @@ from .output import DAMAGED, OK, add_json, at_least, print_json
 _UPDATES = 6
 """Updates of the doctor's own program up to the stop, the kill and the end."""
 
-_COMPILE = (
-    "import torch; from danling.utils.devices import accelerator_type; device = accelerator_type() or 'cpu'; "
-    "f = torch.compile(lambda x: (x.sin() + 1).relu()); x = torch.randn(8, requires_grad=True, device=device); "
-    "f(x).sum().backward(); assert torch.allclose(f(x), (x.sin() + 1).relu())"
-)
+# Between -1 and 1, sin(x) + 1 is far from 0: close to it, the last bit of the sine is more than a comparison allows.
+_COMPILE = """
+import torch
+from danling.utils.devices import accelerator_type
+x = torch.linspace(-1, 1, 8, device=accelerator_type() or "cpu").requires_grad_()
+expected = (x.sin() + 1).relu()
+received = torch.compile(lambda x: (x.sin() + 1).relu())(x)
+received.sum().backward()
+assert torch.allclose(received, expected), f"the compiled function returns {received.tolist()} for {expected.tolist()}"
+"""
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt|NotFound|Damaged|Mismatch|Failed|Compiler)\b.*: \S")
 """The line that ends the traceback of an exception."""
 
