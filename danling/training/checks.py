@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -732,7 +732,7 @@ class ExtraStates:
         self._named: set[str] = set()
 
     def check(self) -> None:
-        """Compare the states at a save. A small collective where the model has any, which its classes decide: called on all ranks."""
+        """Compare the states at a save. A small collective: called on all ranks."""
         domain = self._runner.placement.optimizer
         # Stages of a pipeline have other modules.
         if domain.size == 1 or getattr(self._runner, "pipeline", None) is not None:
@@ -744,12 +744,13 @@ class ExtraStates:
                     digest = hashlib.sha1(usedforsecurity=False)
                     _feed(digest, module.get_extra_state())
                     mine[canonical_name(name)] = digest.digest()
-        if not mine:
-            return
+        # Also of a rank that has none: a module may be on some ranks only.
         found = domain.gather_objects(mine)
-        names = [
-            name for name in mine if name not in self._named and any(each.get(name) != mine[name] for each in found)
-        ]
+        digests: dict[str, set[bytes]] = defaultdict(set)
+        for of_rank in found:
+            for name, digest_of_rank in of_rank.items():
+                digests[name].add(digest_of_rank)
+        names = [name for name, different in digests.items() if len(different) > 1 and name not in self._named]
         self._named.update(names)
         if names and domain.rank == 0:
             logger.warning(
@@ -760,23 +761,31 @@ class ExtraStates:
             )
 
 
+def _is_plain_tensor(value: object) -> TypeGuard[Tensor]:
+    if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
+        return False
+    return value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+
+
 def _feed(digest: Any, value: object) -> None:
-    """Add plain values and tensors to a digest; others count by their class."""
-    if isinstance(value, Tensor):
-        held = value.detach().cpu().contiguous()
+    """Add plain values and tensors to a digest; others, such as tensors that are divided over ranks, count by their class."""
+    if _is_plain_tensor(value):
+        held = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(
             f"{held.dtype} {tuple(held.shape)}".encode() + held.reshape(-1).view(torch.uint8).numpy().tobytes()
         )
     elif isinstance(value, Mapping):
+        digest.update(f"mapping of {len(value)}:".encode())
         for key, item in value.items():
-            digest.update(repr(key).encode())
+            _feed(digest, key)
             _feed(digest, item)
     elif isinstance(value, (list, tuple)):
+        digest.update(f"sequence of {len(value)}:".encode())
         for item in value:
             _feed(digest, item)
     else:
         plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
-        digest.update((repr(value) if plain else type(value).__name__).encode())
+        digest.update(f"{value!r};".encode() if plain else f"{type(value).__name__};".encode())
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -379,14 +380,35 @@ class CountingLoss(nn.CrossEntropyLoss):
         return super().forward(pred, target)
 
 
-def named_extra_states(directory: Path, least: float, in_criterion: bool = False) -> list[str]:
+class Placed(nn.Identity):
+    """Has a state with tensors that are not plain, and numbers that differ between ranks where asked."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {
+            "sparse": torch.eye(2).to_sparse(),
+            "conj": torch.tensor([1.0 + self.numbers[0] * 1j]).conj(),
+            "numbers": self.numbers,
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.numbers = state["numbers"]
+
+
+def named_extra_states(
+    directory: Path, least: float, in_criterion: bool = False, layers: Callable[[int], list[nn.Module]] | None = None
+) -> list[str]:
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("danling").addHandler(handler)
     settings = {"seed": 1, "steps": 4, "dir": str(directory), "log": False, "dataloader": {"batch_size": 1}}
     torch.manual_seed(2)
-    model = nn.Sequential(Counting(least), nn.Tanh())
+    more = layers(int(os.environ["RANK"])) if layers is not None else []
+    model = nn.Sequential(Counting(least), nn.Tanh(), *more)
     with Small({**settings, "checkpoint.interval": 1}, model=model) as runner:
         if in_criterion:
             runner.criterion = CountingLoss()
@@ -400,3 +422,19 @@ def test_extra_states_that_differ_between_ranks_are_named_once(tmp_path: Path) -
     ((message,), _) = run_processes(named_extra_states, tmp_path / "criterion", -1e9, True, world_size=2)
     assert "get_extra_state() of criterion returns something else" in message
     assert run_processes(named_extra_states, tmp_path / "same", -1e9, world_size=2) == [[], []]
+
+
+def of_one_rank(rank: int) -> list[nn.Module]:
+    return [Placed([1])] if rank == 0 else []
+
+
+def of_both_ranks(rank: int) -> list[nn.Module]:
+    return [Placed([1, 23] if rank else [1, 2, 3])]
+
+
+def test_extra_states_of_other_modules_and_tensors_are_compared(tmp_path: Path) -> None:
+    assert run_processes(named_extra_states, tmp_path / "one", -1e9, False, of_one_rank, world_size=2) == [[], []]
+    ((message,), others) = run_processes(
+        named_extra_states, tmp_path / "both", -1e9, False, of_both_ranks, world_size=2
+    )
+    assert "get_extra_state() of model.2 returns something else" in message and others == []
