@@ -220,7 +220,8 @@ def _chosen(data: object) -> str | None:
     if not isinstance(data, Subset):
         return None
     try:
-        indices = torch.as_tensor(data.indices, dtype=torch.int64)
+        # The program may have set another device as the default one.
+        indices = torch.as_tensor(data.indices, dtype=torch.int64, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
     return sha256(indices.numpy().tobytes()).hexdigest()[:16]

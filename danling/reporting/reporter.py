@@ -314,11 +314,12 @@ def describe_training(runner: TorchRunner, division: Division | None) -> list[st
         load = os.getloadavg()[0]
     except OSError:
         load = 0.0
+    # The load is that of the machine, and so are its cores, of which this process may have a few.
     threads = int(arithmetic(runner.device)["threads"]) if runner.device.type == "cpu" else 1
     return [
         *first,
         f"Run directory: {runner.workspace.dir}",
-        *hints_of_threads(threads, load=load, cores=len(os.sched_getaffinity(0))),
+        *hints_of_threads(threads, load=load, cores=os.cpu_count() or 1),
     ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 import danling as dl
+from danling.reporting.record import _chosen
 
 
 class Scaled:
@@ -123,6 +124,13 @@ def test_resume_with_other_samples_of_a_subset_is_warned_of(
             runner.train()
     said = "train has other samples of its dataset; val has other samples of its dataset"
     assert [said in line for line in caplog.messages if "continues with other parts" in line] == [True] * fold
+
+
+def test_samples_of_a_subset_are_known_with_any_default_device() -> None:
+    subset = Subset(Points(Scaled(1.0)), [1, 2])
+    on_cpu = _chosen(subset)
+    with torch.device("meta"):
+        assert on_cpu is not None and _chosen(subset) == on_cpu
 
 
 def test_a_fold_that_is_in_no_setting_is_told_that_its_run_is_over(
