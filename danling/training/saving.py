@@ -60,6 +60,7 @@ class RunSaver:
         self.saved_at: tuple[int, int, int] | None = None
         self.open: tuple[bool, bool] | None = None
         """The save that has begun and not ended: whether it has a history name, and whether it is the best."""
+        self._opened_at: tuple[int, int, int] | None = None
         self.best_elsewhere: int | None = None
         self._failures = 0
 
@@ -81,7 +82,10 @@ class RunSaver:
     def save(self, *, history: bool = False, best: bool = False) -> None:
         """Save the full state. Called on all ranks."""
         # Left set where a rank ends in the save: those that are left make it again.
-        self.open = history, best
+        if self.open is not None and self._opened_at == self._position:
+            # One of the same state, earlier in an override of `step`: both are made again as one.
+            history, best = history or self.open[0], best or self.open[1]
+        self.open, self._opened_at = (history, best), self._position
         try:
             self._save(history=history, best=best)
         except MembershipChanged:

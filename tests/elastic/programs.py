@@ -70,7 +70,7 @@ class LargeEarlier(training.Net):
 
 
 class SavesInStep(training.Net):
-    """Saves in `step`, and counts after it."""
+    """Saves twice in `step`, first under a history name, and counts after it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -79,6 +79,7 @@ class SavesInStep(training.Net):
     def step(self) -> Any:
         found = super().step()
         if self.state.train.global_step % 4 == 3:
+            self.save_checkpoint(history=True)
             self.save_checkpoint()
         self.steps_made += 1
         return found
