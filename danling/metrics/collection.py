@@ -103,16 +103,12 @@ class MetricSet:
             else:
                 _without_target(name or "metrics", metric.update, pred)
 
-    def no_means(self, pred: object, target: object) -> dict[str, tuple[float, float]]:
+    def no_means(self, pred: Tensor, target: Tensor) -> dict[str, tuple[float, float]]:
         """Return the callables that return a number which is no mean over samples, such as F1: that of a batch, and the mean of its halves.
 
-        Each is called three times.
+        Each is called three times, with a batch that `has_halves`.
         """
-        if not (isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.ndim and target.ndim):
-            return {}
         samples = len(pred)
-        if samples < 2 or samples != len(target):
-            return {}
         half = samples // 2
         found: dict[str, tuple[float, float]] = {}
         for name, function in self._functions.items():
@@ -196,6 +192,13 @@ class MetricSet:
             if value is not None:
                 result.update({".".join(part for part in path if part): v for path, v in _flat((name,), value)})
         return result
+
+
+def has_halves(pred: object, target: object) -> bool:
+    """Whether the samples of a batch can be divided into two parts."""
+    if not (isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.ndim and target.ndim):
+        return False
+    return 2 <= len(pred) == len(target)
 
 
 def metrics_by_name(metrics: object) -> dict[str, Any]:

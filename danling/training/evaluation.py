@@ -16,6 +16,7 @@ from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.data.run_data import RunData
 from danling.distributed import Domain, all_arrive
 from danling.metrics import Meters, MetricSet
+from danling.metrics.collection import has_halves
 from danling.optim.state import evaluation_weights
 
 from .batches import (
@@ -210,6 +211,7 @@ class Evaluator:
         metrics = self._metrics
         totals = Meters(exact=self.exact)
         scored, evaluated = False, 0.0
+        tried: tuple[Any, Any] | None = None
         metrics.reset()
         is_unbounded = limit is None and not _has_length(source.loader)
         read = self._pass_over(source, limit, is_unbounded=is_unbounded)
@@ -236,9 +238,11 @@ class Evaluator:
                     if metrics and pred is not None:
                         metrics.update(prediction_of(pred), peek_target(data), samples)
                         if self._is_trying and samples:
-                            self._name_no_means(split, prediction_of(pred), peek_target(data))
+                            tried = prediction_of(pred), peek_target(data)
                     scored = scored or loss is not None
                     evaluated += samples if pred is not None or loss is not None else 0
+                if self._is_trying:
+                    self._name_no_means(split, tried)
             totals.merge(runner.meters)
         return totals, scored, evaluated
 
@@ -373,9 +377,12 @@ class Evaluator:
             finally:
                 self._metrics.reset()
 
-    def _name_no_means(self, split: str, pred: object, target: object) -> None:
-        # Called on all ranks: a metric may communicate, and so may a prediction that is divided over ranks.
-        for name, (of_batch, mean) in self._metrics.no_means(pred, target).items():
+    def _name_no_means(self, split: str, tried: tuple[Any, Any] | None) -> None:
+        # On all ranks or on none: a metric may communicate, and so may a prediction that is divided over ranks.
+        have_halves = self.runner.placement.optimizer.gather_objects(tried is None or has_halves(*tried))
+        if tried is None or not all(have_halves):
+            return
+        for name, (of_batch, mean) in self._metrics.no_means(*tried).items():
             if self.runner.is_main_process and name not in self._no_means:
                 logger.warning(
                     "Expected metric %r to be a mean over samples. Received: %.4g for a batch of split %r, and a mean of %.4g over its "

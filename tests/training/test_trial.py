@@ -13,7 +13,7 @@ from support.processes import run_processes
 from support.toys import differences, line_of, settings
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 from torchmetrics import MeanMetric
 
 import danling as dl
@@ -255,12 +255,14 @@ def over_ranks(pred: Tensor, target: Tensor) -> Tensor:
     return error / dist.get_world_size()
 
 
-def train_measured(root: Path) -> float:
+def train_measured(root: Path, samples: int) -> float:
     with Measured(measured_settings(root), "error", over_ranks) as runner:
+        runner.datasets["val"] = Subset(runner.datasets["val"], range(samples))
         runner.train()
         return float(runner.latest_result["val"]["error"])
 
 
-def test_a_metric_that_communicates_is_tried_on_all_ranks(tmp_path: Path) -> None:
-    first, second = run_processes(train_measured, tmp_path, timeout=120)
+@pytest.mark.parametrize("samples", [10, 3])  # of 3 samples, one rank has a batch with one
+def test_a_metric_that_communicates_is_tried_on_all_ranks(samples: int, tmp_path: Path) -> None:
+    first, second = run_processes(train_measured, tmp_path, samples, timeout=120)
     assert first == second
