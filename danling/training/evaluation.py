@@ -162,7 +162,10 @@ class Evaluator:
         if split in self._logged_orders or not runner.is_main_process or not isinstance(loader, DataLoader):
             return
         samples = loader.order.length
-        first = samples if limit is None else min(samples, limit * loader.order.division.samples)
+        division = loader.order.division
+        # Of a canonical sum, the limit counts the batches of all ranks.
+        counted = division.micro_batch_size if self.exact else division.samples
+        first = samples if limit is None else min(samples, limit * counted)
         settings = self._data.settings_of_training(split)
         if first == samples and not settings:
             return

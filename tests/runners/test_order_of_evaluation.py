@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,22 @@ def test_one_line_names_the_samples_read(
         runner.infer("val")
     lines = [message for message in caplog.messages if message.startswith("An evaluation reads")]
     assert [said in line for line in lines if said] == [True] * (said is not None) and len(lines) == (said is not None)
+
+
+def read_first(config: dict[str, Any]) -> tuple[float, list[str]]:
+    """Evaluate the first three batches; return how many samples were counted, and what was logged of them."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("danling").addHandler(handler)
+    with Numbers(config) as runner:
+        samples = runner.evaluate_steps("val", 3)["samples"]
+    return samples, [line for line in lines if line.startswith("An evaluation reads")]
+
+
+@pytest.mark.parametrize(("how", "samples"), [("fast", 12), ("canonical", 6)])
+def test_line_names_the_samples_of_all_ranks(how: str, samples: int, tmp_path: Path) -> None:
+    sizes = {"batch_size": None, "global_batch_size": 8, "micro_batch_size": 2}
+    found = run_processes(read_first, settings(tmp_path, gradient_sum=how, dataloader=sizes), world_size=2)
+    assert [counted for counted, _ in found] == [samples, samples]
+    assert [line.split(" samples of")[0] for line in found[0][1]] == [f"An evaluation reads the first {samples} of 21"]
