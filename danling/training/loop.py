@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
@@ -52,6 +53,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("danling")
 
 
+@dataclass
+class _FirstBatch:
+    """The first batch of a pass, to compare others with."""
+
+    epoch: int
+    data: object
+    is_repeated: bool = False
+
+
 class PassAgreement:
     """Keeps the ranks together in their passes: all end a pass at the same update, and a warning names ranks that read the same data.
 
@@ -71,7 +81,7 @@ class PassAgreement:
         self.blind = blind
         self.collective_forward = collective_forward
         self._compared: set[str] = set()
-        self._first: dict[str, tuple[int, object]] = {}
+        self._first: dict[str, _FirstBatch] = {}
 
     def ends_alike(self, source: BatchSource) -> bool:
         """Whether every rank is known to see the end of a pass at the same batch; the same answer on all ranks."""
@@ -109,10 +119,14 @@ class PassAgreement:
         split = source.split
         if split in self._compared:
             return True
-        first = self._first.pop(split, None)
+        first = self._first.get(split)
         # The workers of a loader deliver in turn. The first batches of two passes are of one worker.
-        if first is not None and first[0] == source.epoch:
-            if first[1] == describe(batch.data) and self.domain.rank == 0:
+        if first is not None and first.epoch == source.epoch:
+            if first.data == describe(batch.data):
+                # Of a stream in which all batches are equal, such as one of zeros, nothing follows.
+                first.is_repeated = True
+                return False
+            if first.is_repeated and self.domain.rank == 0:
                 logger.warning(
                     "Two workers read the same data in split %r, so that its samples come several times in a pass. Divide the stream by "
                     "torch.utils.data.get_worker_info(), or set num_workers to 1.",
@@ -124,7 +138,7 @@ class PassAgreement:
             self._compare_ranks(source, batch)
         streams = isinstance(getattr(source.loader, "dataset", None), IterableDataset)
         if streams and getattr(source.loader, "num_workers", 0) > 1 and batch.data is not PLACEHOLDER:
-            self._first[split] = source.epoch, describe(batch.data)
+            self._first[split] = _FirstBatch(source.epoch, describe(batch.data))
             return False
         self._compared.add(split)
         return True

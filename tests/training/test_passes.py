@@ -150,22 +150,23 @@ def test_ranks_with_the_same_batches_are_named_once() -> None:
 
 
 class Numbers(IterableDataset[torch.Tensor]):
-    """A stream of some samples, of which each worker reads all, or its share."""
+    """A stream of some samples, of which each worker reads all, or its share; all are zeros where asked."""
 
-    def __init__(self, divided: bool, samples: int) -> None:
+    def __init__(self, divided: bool, samples: int, scale: float = 1.0) -> None:
         self.divided = divided
         self.samples = samples
+        self.scale = scale
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if self.divided and worker is not None else (0, 1)
-        return iter([torch.tensor([float(number)]) for number in range(first, self.samples, step)])
+        return iter([torch.tensor([self.scale * number]) for number in range(first, self.samples, step)])
 
 
 class Streamed(TorchRunner):
-    def __init__(self, config: dict[str, Any], divided: bool, samples: int) -> None:
+    def __init__(self, config: dict[str, Any], divided: bool, samples: int, scale: float) -> None:
         super().__init__(config)
-        self.datasets = {"train": Numbers(divided, samples)}
+        self.datasets = {"train": Numbers(divided, samples, scale)}
         self.model = nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
@@ -175,14 +176,17 @@ class Streamed(TorchRunner):
         return None, loss
 
 
-# Of one sample, only the first worker has a batch, which comes in each pass.
-@pytest.mark.parametrize(("divided", "samples", "updates"), [(False, 8, 8), (True, 8, 4), (True, 1, 1)])
+# Of one sample, only the first worker has a batch, which comes in each pass. Where all are zeros, those of other workers are equal too.
+@pytest.mark.parametrize(
+    ("divided", "samples", "updates", "scale"),
+    [(False, 8, 8, 1.0), (True, 8, 4, 1.0), (True, 1, 1, 1.0), (True, 8, 4, 0.0)],
+)
 def test_workers_that_read_the_same_stream_are_named_once(
-    divided: bool, samples: int, updates: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    divided: bool, samples: int, updates: int, scale: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = {"epochs": 2, "seed": 1, "dir": str(tmp_path), "log": False}
     with Streamed(
-        {**config, "dataloader": {"batch_size": 2, "num_workers": 2, "drop_last": False}}, divided, samples
+        {**config, "dataloader": {"batch_size": 2, "num_workers": 2, "drop_last": False}}, divided, samples, scale
     ) as runner:
         runner.train()
         assert runner.train_state.global_step == 2 * updates
