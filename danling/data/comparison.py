@@ -14,19 +14,21 @@ from torch import Tensor
 from danling.utils.tensors import is_plain_tensor
 
 _VALUES = 64
+_PRIME = 2_654_435_761
+"""The golden ratio of 2**32, nearest prime: its multiples are far from each other in an array of any size."""
 _DEPTH = 4
 _ITEMS = 8
 """Entries of a list or mapping that are looked into."""
 
 
 def describe(value: Any, depth: int = _DEPTH) -> object:
-    """Return the plain values in something, and the first ones of its tensors and arrays, to compare it with another."""
+    """Return the plain values in something, and some of its tensors and arrays, to compare it with another."""
     if isinstance(value, Tensor) and not _is_strided(value):
         return str(value.dtype), str(value.layout)
     if isinstance(value, Tensor) or type(value).__module__ == "numpy":
         if hasattr(value, "shape"):
             size = math.prod(value.shape)
-            return str(value.dtype), tuple(value.shape), _values_at(value, range(min(size, _VALUES)))
+            return str(value.dtype), tuple(value.shape), _values_at(value, _scattered(size))
     elif hasattr(value, "dtype") and hasattr(value, "ravel"):  # a column of a table
         return str(value.dtype), tuple(value.shape), value.ravel()[:_VALUES].tolist()
     if isinstance(value, (str, bytes, bool, int, float, range, type(None), os.PathLike)):
@@ -79,6 +81,13 @@ def _attributes(value: object) -> dict[str, object]:
 
 def _step(length: int) -> int:
     return max(1, length // _VALUES)
+
+
+def _scattered(size: int) -> Sequence[int]:
+    """Return places all over an array: neither the first ones nor those at equal distances, which may be the dark corners of images."""
+    if size <= _VALUES:
+        return range(size)
+    return [_PRIME * number % size for number in range(_VALUES)]
 
 
 def _spread_of_array(value: Any) -> list[object]:

@@ -174,8 +174,16 @@ def test_batch_with_a_tensor_that_is_not_strided_is_no_error(make: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [np.arange(6).reshape(2, 3).T, torch.arange(6).reshape(2, 3).t(), np.float32(2)])
-def test_batch_is_described_by_its_first_values(value: Any) -> None:
+def test_small_batch_is_described_by_all_its_values(value: Any) -> None:
     assert describe(value) == (str(value.dtype), tuple(value.shape), np.asarray(value).reshape(-1).tolist())
+
+
+@pytest.mark.parametrize("shape", [(64, 1, 28, 28), (1, 28, 28), (8, 3, 32, 32)])
+def test_images_with_dark_borders_are_told_apart(shape: tuple[int, ...]) -> None:
+    images = [
+        torch.nn.functional.pad(torch.rand(*shape[:-2], shape[-2] - 8, shape[-1] - 8), (4, 4, 4, 4)) for _ in range(2)
+    ]
+    assert describe(images[0]) != describe(images[1])
 
 
 @pytest.mark.parametrize("transposed", [np.transpose, torch.t], ids=["numpy", "torch"])
