@@ -109,6 +109,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     # The root has no option with a value, so the first word without a dash is the subcommand.
     chosen = next((word for word in words[:end] if not word.startswith("-")), "")
     root = parser(chosen)
+    if not chosen and not words[:end]:
+        root.error(f"a command is missing. The commands are {', '.join(SUBCOMMANDS)}; danling --help describes them.")
     if chosen and chosen not in SUBCOMMANDS:
         if chosen in _TRAINS:
             root.error(

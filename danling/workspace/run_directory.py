@@ -261,7 +261,7 @@ class RunDirectory:
         if not resumed and self._holds_run(self.dir):
             raise ValueError(
                 f"Expected a directory without a run to train in from scratch. Received: {self.dir}, which holds one, and "
-                "checkpoint.load_only=true, which only looks. Set `dir` to another directory, or load a checkpoint first."
+                "checkpoint.load_only=true, which writes nothing to it. Set `dir` to another directory, or load a checkpoint first."
             )
         self._lock(self._own_dir)
 
@@ -417,8 +417,9 @@ class RunDirectory:
         others = f", whose configuration differs: {'; '.join(differences)}" if differences else ""
         return ValueError(
             f"Expected {key} to be a directory without a run, since this one {begins}. Received: {key}={str(directory)!r}, which holds one "
-            f"({what}){others}. To continue that run, set auto_resume=true, no resume, and its configuration; else set {key} to another "
-            "directory. checkpoint.load_only=true only looks."
+            f"({what}){others}. To continue that run, use its configuration with auto_resume=true and without resume; "
+            f"to start another one, set {key} to another directory; to load its checkpoints without training, set "
+            "checkpoint.load_only=true."
         )
 
     def _refuse_other_update_sizes(self) -> None:

@@ -92,7 +92,7 @@ COMMAND_LINE = {
 # The command `danling`: the words, the exit code, and what it says on stderr.
 DANLING = {
     "plott": (2, "unknown command 'plott'. Did you mean 'plot'? The commands are run, env, doctor,"),
-    "": (2, "the following arguments are required: COMMAND"),
+    "": (2, "a command is missing. The commands are run, env, doctor,"),
     "runs --sortt best": (2, "danling runs: error: unrecognized arguments: --sortt"),
     "inspect gone.pth": (3, "Expected a checkpoint file or directory. Received: 'gone.pth', where there is none."),
     "export gone.pth out.onnx": (2, "Expected an output that ends in .safetensors, .pth"),
