@@ -113,6 +113,11 @@ class KeptAttributes:
                 is_metric = name == "metrics" or name.startswith("metrics[")
                 if not is_metric and before is not MISSING and getattr(runner, name, MISSING) is not before:
                     setattr(runner, name, before)
+            # Too large to be copied: one that was replaced is there again, one that was written to is not.
+            for name in values.keys() - kept.keys() if chosen is None else ():
+                is_metric = name == "metrics" or name.startswith("metrics[")
+                if not is_metric and vars(runner).get(name, MISSING) is not values[name]:
+                    setattr(runner, name, values[name])
             for name in own_attributes(runner).keys() - values.keys() if chosen is None else ():
                 if name in vars(runner):
                     delattr(runner, name)

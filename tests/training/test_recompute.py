@@ -173,3 +173,15 @@ def test_observer_that_cannot_be_put_back_is_dropped(
         # As an observer that fails in an event: it is named, and the training continues without it.
         assert "Unrestorable failed and is dropped" in caplog.text
         assert failing not in runner.observers and other.norms == []
+
+
+def test_large_attribute_that_was_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("danling.training.attributes.REMEMBERED_BYTES", 2**10)
+    with Noisy(tmp_path) as runner:
+        queue, gone = torch.zeros(2**10), torch.ones(2**10)
+        runner.queue, runner.gone = queue, gone
+        take_back = runner._parts.recompute.remember()
+        runner.queue = torch.cat([runner.queue[8:], torch.ones(8)])
+        del runner.gone
+        take_back()
+        assert runner.queue is queue and not queue.any() and runner.gone is gone
