@@ -257,7 +257,8 @@ class AgentLink:
                 now = time.monotonic()
                 if now - before >= _LOOK_SECONDS:
                     states = {pid: _state(pid) for pid in self.pids}
-                    stopped, traced = ([pid for pid, state in states.items() if state == each] for each in "Tt")
+                    stopped = [pid for pid, state in states.items() if state == "T"]
+                    traced = [pid for pid, state in states.items() if state == "t"]
                     message = {"kind": "stopped", "pids": stopped, "traced": traced, "seconds": now - before}
                     self._channel.send(message)
                     before = now
