@@ -115,6 +115,40 @@ class MomentumEncoder(training.Net):
         return super().train_step(data)
 
 
+class Careful(training.Net):
+    """Writes weights and puts them back, within the update: averages of its own, and those of an evaluation."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        layers = [*self.model.children()]
+        torch.nn.utils.parametrizations.weight_norm(layers[0])
+        tied = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+        tied[1].weight = tied[0].weight
+        self.model = torch.nn.Sequential(*layers, *tied)
+        with torch.inference_mode():
+            self.features = torch.ones(REMEMBERED_BYTES // 4 + 1)
+        self.averages = torch.optim.swa_utils.AveragedModel(self.model)
+
+    def train_step(self, data: Any) -> Any:
+        if self.state.train.global_step % 5 == 4:
+            self.evaluate("val")
+        own = {name: value.clone() for name, value in self.unwrapped_model.state_dict().items()}
+        self.unwrapped_model.load_state_dict(self.averages.module.state_dict())
+        with torch.no_grad():
+            soft = self.unwrapped_model(data["input"]).softmax(1)
+        self.unwrapped_model.load_state_dict(own)
+        return super().train_step({**data, "input": data["input"] + soft.mean()})
+
+    def clip_gradients(self, grad_norm: torch.Tensor) -> None:
+        torch._foreach_mul_([each.grad for each in self.parameters if each.grad is not None], 0.5)
+        super().clip_gradients(grad_norm)
+
+    def step(self) -> Any:
+        found = super().step()
+        self.averages.update_parameters(self.unwrapped_model)
+        return found
+
+
 class EvaluatesAtPassStart(training.Net):
     """Evaluates where some passes begin, and keeps the loss."""
 
@@ -138,6 +172,7 @@ _ALL = (
     EvaluatesInStep,
     SavesAndEvaluatesInStep,
     MomentumEncoder,
+    Careful,
     EvaluatesAtPassStart,
 )
 KINDS = {each.__name__: each for each in _ALL}

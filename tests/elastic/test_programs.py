@@ -34,6 +34,7 @@ def _attributes(directory: Path) -> str:
             "Earlier", "1:leaf:9:kill", True, id="changes before the sums, with shards", marks=pytest.mark.slow
         ),
         pytest.param("SavesInStep", "2:save:1:kill;0:saved:5:kill", False, id="saves in step"),
+        pytest.param("Careful", "1:leaf:9:kill;0:evaluating:5:kill", False, id="writes weights and puts them back"),
         pytest.param("EvaluatesAtPassStart", "0:evaluating:3:kill", False, id="evaluates where a pass begins"),
     ],
 )
