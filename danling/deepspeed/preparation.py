@@ -194,7 +194,9 @@ class EngineModelStates(ModelStates):
         with self.runner.whole_weights():
             state = super().model_state()
             if self.runner.engine_stage == 3:
-                state = {name: value.detach().clone() for name, value in state.items()}
+                # Values of `get_extra_state` need not be tensors.
+                tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+                state.update({name: value.detach().clone() for name, value in tensors.items()})
         if self.runner.engine is not None and uses_bf16_weights(self.runner.given_settings):
             full_parameter = import_module("deepspeed.utils").safe_get_full_fp32_param
             for name, parameter in self.runner.unwrapped_model.named_parameters(remove_duplicate=False):
