@@ -21,6 +21,8 @@ _CPU = torch.device("cpu")
 # What the library saves or restores in another way, or torchmetrics computes again.
 _MANAGED = frozenset({"_update_count", "_computed", "_forward_cache", "_cache", "_to_sync", "training"})
 _LARGEST_ATTRIBUTE = 2**16
+# By chance, one agrees with the mean over its halves.
+_RANDOM_PREDICTIONS = 4
 
 
 class MetricSet:
@@ -106,22 +108,31 @@ class MetricSet:
     def no_means(self, pred: Tensor, target: Tensor) -> dict[str, tuple[float, float]]:
         """Return the callables that return a number which is no mean over samples, such as F1: that of a batch, and the mean of its halves.
 
-        Each is called three times, with a batch that `has_halves`.
+        Each is called three times for a prediction, with a batch that `has_halves`. A model that is not trained yet may predict one
+        class for all samples, of which F1 is zero everywhere: random predictions are tried too.
         """
         samples = len(pred)
+        predictions = [pred]
+        if pred.is_floating_point():
+            generator = torch.Generator(_CPU).manual_seed(0)
+            drawn = [torch.rand(pred.shape, generator=generator, device=_CPU) for _ in range(_RANDOM_PREDICTIONS)]
+            predictions += [each.to(device=pred.device, dtype=pred.dtype) for each in drawn]
         half = samples // 2
+        parts = slice(None), slice(half), slice(half, None)
         found: dict[str, tuple[float, float]] = {}
         for name, function in self._functions.items():
-            try:
-                values = [function(pred[part], target[part]) for part in (slice(None), slice(half), slice(half, None))]
-                of_batch, first, second = (float(value) for value in values)
-            except Exception:  # one that sums itself, or needs the whole batch, which shows where it is called for it
-                continue
-            mean = (half * first + (samples - half) * second) / samples
-            # A number that is not finite says nothing, such as one of targets that are all ignored.
-            is_finite = math.isfinite(of_batch) and math.isfinite(mean)
-            if is_finite and not math.isclose(of_batch, mean, rel_tol=1e-2, abs_tol=1e-6):
-                found[name] = of_batch, mean
+            for prediction in predictions:
+                try:
+                    values = [function(prediction[part], target[part]) for part in parts]
+                    of_batch, first, second = (float(value) for value in values)
+                # One that sums itself, or needs the whole batch, which shows where it is called for it.
+                except Exception:
+                    continue
+                mean = (half * first + (samples - half) * second) / samples
+                # A number that is not finite says nothing, such as one of targets that are all ignored.
+                is_finite = math.isfinite(of_batch) and math.isfinite(mean)
+                if is_finite and not math.isclose(of_batch, mean, rel_tol=1e-2, abs_tol=1e-6):
+                    found.setdefault(name, (of_batch, mean))
         return found
 
     def compute(self, domain: Domain | None = None) -> dict[str, float]:

@@ -388,10 +388,10 @@ class Evaluator:
         for name, (of_batch, mean) in self._metrics.no_means(*tried).items():
             if self.runner.is_main_process and name not in self._no_means:
                 logger.warning(
-                    "Expected metric %r to be a mean over samples. Received: %.4g for a batch of split %r, and a mean of %.4g over its "
-                    "halves: an average over batches depends on the batch size. For a mean over something else, such as tokens, return "
-                    "(sum, weight); else give an object with update, compute and reset, such as one of torchmetrics, or compute it in "
-                    "`summarize`.",
+                    "Expected metric %r to be a mean over samples. Received: %.4g for the targets of a batch of split %r, and a mean of "
+                    "%.4g over their halves: an average over batches depends on the batch size. For a mean over something else, such as "
+                    "tokens, return (sum, weight); else give an object with update, compute and reset, such as one of torchmetrics, or "
+                    "compute it in `summarize`.",
                     *(name, of_batch, split, mean),
                 )
             self._no_means.add(name)

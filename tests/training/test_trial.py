@@ -248,6 +248,39 @@ def test_a_metric_that_is_no_mean_over_samples_is_named_once(
     assert len(lines) == (0 if is_mean else 1)
 
 
+def f1(pred: Tensor, target: Tensor) -> float:
+    positive = pred.argmax(-1) == 1
+    hits = int((positive & (target == 1)).sum())
+    return 2 * hits / max(int(positive.sum()) + int((target == 1).sum()), 1)
+
+
+def accuracy(pred: Tensor, target: Tensor) -> float:
+    return float((pred.argmax(-1) == target).double().mean())
+
+
+class OneClass(dl.Runner):
+    """Predicts class 0 for all samples, until it is trained."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        data = TensorDataset(torch.arange(40.0).reshape(20, 2).sin(), torch.tensor([0, 1, 1, 1] * 5))
+        self.datasets = {"train": data, "val": data}
+        self.model, self.criterion = nn.Linear(2, 2), nn.CrossEntropyLoss()
+        with torch.no_grad():
+            self.model.bias.copy_(torch.tensor([9.0, -9.0]))
+        self.metrics = {"f1": f1, "accuracy": accuracy}
+
+
+def test_f1_is_named_before_training_although_the_model_predicts_one_class(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with OneClass(settings(tmp_path, steps=1, dataloader={"batch_size": 5})) as runner:
+        assert set(runner.model(runner.datasets["val"].tensors[0]).argmax(-1).tolist()) == {0}
+        runner.train()
+    lines = [line for line in caplog.messages if "to be a mean over samples" in line]
+    assert [("'f1'" in line, "'accuracy'" in line) for line in lines] == [(True, False)]
+
+
 def over_ranks(pred: Tensor, target: Tensor) -> Tensor:
     """A metric that reduces itself, as in a loop by hand."""
     error = (pred - target).abs().mean()
