@@ -100,6 +100,11 @@ class Model:
         """Whether the data of a batch choose the blocks that it uses."""
         return self.tasks or any(part.kind == "sometimes" and not part.flag for part in self.parts)
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether an update may use a part of the blocks."""
+        return self.tasks or any(part.kind == "sometimes" for part in flat(self.parts))
+
 
 @dataclass(frozen=True)
 class Criterion:
