@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from danling.training.checks import listed
 from danling.training.reduction import GradientReduction, scale_gradients
 from danling.training.update import NonFiniteError
 
@@ -18,6 +20,8 @@ from . import engine as engines
 
 if TYPE_CHECKING:
     from danling.runners.deepspeed_runner import DeepSpeedRunner
+
+logger = logging.getLogger("danling")
 
 
 class EngineReduction(GradientReduction):
@@ -43,8 +47,9 @@ class EngineReduction(GradientReduction):
         return [parameter for _, parameter in self.runner.named_parameters() if parameter.requires_grad]
 
     def begin(self) -> None:
-        """Broadcast buffers, and watch the first window, since the engine takes gradients away as they come."""
+        """Broadcast buffers, and watch the window, since the engine takes gradients away as they come."""
         self.runner.broadcast_buffers()
+        self._reached.clear()
         if self.runner.window.is_first and not self._watches:
             trained = {id(p): p for _, p in self.runner.named_parameters() if p.requires_grad}
             self._watches = [p.register_post_accumulate_grad_hook(self._note) for p in trained.values()]  # type: ignore[no-untyped-call]
@@ -53,11 +58,8 @@ class EngineReduction(GradientReduction):
         self._reached.add(id(parameter))
 
     def without_gradient(self, trained: set[int]) -> list[str]:
-        """Return the names of trained parameters that got no gradient on this rank; to be asked once."""
-        watches, self._watches = self._watches, []
-        for watch in watches:
-            watch.remove()
-        if not watches:
+        """Return the names of trained parameters that got no gradient on this rank in the first window."""
+        if not self._watches:
             return []
         named = self.runner.named_parameters()
         return [name for name, p in named if p.requires_grad and id(p) in trained and id(p) not in self._reached]
@@ -105,12 +107,36 @@ class EngineReduction(GradientReduction):
 
     def apply(self) -> None:
         """Let the engine update the weights of all ranks."""
+        self._name_left_out()
         self.engine.step()
         if not self.engine.was_step_applied():
             step = self.runner.state.train.global_step + 1
             raise NonFiniteError(
                 f"Expected DeepSpeed to apply update {step}. Received: it found the gradient not finite in float32. Lower the learning "
                 "rate, or set max_grad_norm."
+            )
+
+    def _name_left_out(self) -> None:
+        """Name once the parameters that an update leaves out, of which the engine takes a gradient of zeros."""
+        runner = self.runner
+        # A rank whose micro-batches have no sample has no gradient at all.
+        if not self._watches or not self._reached:
+            return
+        named = runner.named_parameters()
+        names = [name for name, p in named if p.requires_grad and id(p) not in self._reached]
+        if not names:
+            return
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
+        # Where no rank has a gradient, the main process has none.
+        if runner.is_main_process:
+            logger.warning(
+                "Expected a gradient for every trained parameter in each update with DeepSpeed. Received: none on rank 0 in update %d for "
+                "%s. Where no rank has one, DeepSpeed takes zeros, so that momentum and weight decay change the parameter all the same; "
+                "other stacks leave it as it is. For that, use stack='ddp' (on several processes with find_unused_parameters=True in "
+                "ddp_kwargs()), or an optimizer without both.",
+                *(runner.state.train.global_step + 1, listed(names)),
             )
 
     def zero(self) -> None:

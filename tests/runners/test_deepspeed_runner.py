@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import os
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from support import hostile
 from support.processes import run_processes
 from support.stacks import UNSAVED, AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
 from support.toys import differences
+from torch import Tensor, nn
 
 from danling.checkpoints import CheckpointDamaged, CheckpointError, read_config
 from danling.cli.main import main
@@ -210,6 +214,56 @@ def resume_with_a_pickle(root: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+class OneTask(AnyStackRunner):
+    """Has a head for each of two tasks, of which an update uses one."""
+
+    def __init__(self, config: Mapping[str, Any], *, alternates: bool) -> None:
+        super().__init__(config)
+        self.alternates = alternates
+        self.model = Heads(self.model)
+
+    def train_step(self, data: Any) -> Any:
+        self.unwrapped_model.number = self.train_state.global_step % 2 if self.alternates else None
+        return super().train_step(data)
+
+
+class Heads(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.number = body, None
+        self.heads = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = self.heads if self.number is None else [self.heads[self.number]]
+        return self.body(x) + sum(used)
+
+
+def lines_of_tasks(configs: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the lines about missing gradients of runs that use one head in turn, both, and one."""
+    found = []
+    for config, alternates in zip(configs, (True, False, True)):
+        records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        handler = logging.handlers.QueueHandler(records)  # type: ignore[arg-type]
+        logging.getLogger("danling").addHandler(handler)
+        with OneTask(config, alternates=alternates) as runner:
+            runner.train()
+        logging.getLogger("danling").removeHandler(handler)
+        messages = [records.get().getMessage() for _ in range(records.qsize())]
+        found.append([message for message in messages if "DeepSpeed takes zeros" in message])
+    return found
+
+
+@needs_deepspeed
+@pytest.mark.timeout(200)
+def test_parameters_that_an_update_leaves_out_are_named_once(tmp_path: Path) -> None:
+    """DeepSpeed takes zeros, with which momentum and weight decay go on."""
+    sections = [zero(0), zero(0), zero(2)]
+    configs = [settings(tmp_path / str(n), deepspeed=each, **UNSAVED) for n, each in enumerate(sections)]
+    for rank, lines in enumerate(run_processes(lines_of_tasks, configs, world_size=2, timeout=150)):
+        assert [len(each) for each in lines] == ([1, 0, 1] if rank == 0 else [0, 0, 0])
+        assert all("heads.1" in each[0] for each in lines if each)
 
 
 @needs_deepspeed
