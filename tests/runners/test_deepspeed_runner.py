@@ -230,14 +230,19 @@ class OneTask(AnyStackRunner):
 
 
 class Heads(nn.Module):
+    number: int | None = None
+
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.body, self.number = body, None
+        self.body = body
         self.heads = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
 
     def forward(self, x: Tensor) -> Tensor:
-        used = self.heads if self.number is None else [self.heads[self.number]]
-        return self.body(x) + sum(used)
+        used = list(self.heads) if self.number is None else [self.heads[self.number]]
+        found: Tensor = self.body(x)
+        for head in used:
+            found = found + head
+        return found
 
 
 def lines_of_tasks(configs: list[dict[str, Any]]) -> list[list[str]]:
@@ -245,7 +250,7 @@ def lines_of_tasks(configs: list[dict[str, Any]]) -> list[list[str]]:
     found = []
     for config, alternates in zip(configs, (True, False, True)):
         records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-        handler = logging.handlers.QueueHandler(records)  # type: ignore[arg-type]
+        handler = logging.handlers.QueueHandler(records)
         logging.getLogger("danling").addHandler(handler)
         with OneTask(config, alternates=alternates) as runner:
             runner.train()
