@@ -84,7 +84,8 @@ def weight_of(program: Program, target: Tensor) -> float:
     classes, ignored = target.long(), -100 if criterion.kind == "in_model" else criterion.ignore_index
     if ignored is not None:
         classes = classes[classes != ignored]
-    return float(CLASS_WEIGHTS[classes % 4].sum()) if criterion.class_weights else float(classes.numel())
+    weights = CLASS_WEIGHTS.clamp_min(0.25) if criterion.label_smoothing else CLASS_WEIGHTS
+    return float(weights[classes % 4].sum()) if criterion.class_weights else float(classes.numel())
 
 
 def factor_of(schedule: Schedule, n: int, total: int) -> float:

@@ -27,7 +27,13 @@ ROUNDING = 1e-6
 
 
 def differences(
-    found: Record, exact: Record, own: Record, digits: float = 0.0, *, decay: float | None = None
+    found: Record,
+    exact: Record,
+    own: Record,
+    digits: float = 0.0,
+    *,
+    decay: float | None = None,
+    cancels: bool = False,
 ) -> list[str]:
     """Return in words where a run differs from the reference, the first update first; nothing where it does not.
 
@@ -38,20 +44,21 @@ def differences(
         digits: The last digit of what it computes in, relative to 1: of its precision, if that is coarser than its weights.
         decay: Of an optimizer that divides by the gradient, so that a weight moves by the sign of one that is rounding and no more:
             the weight decay that it adds to the gradient.
+        cancels: Whether a gradient is a sum of signs, which is zero in one order of addition, and its rounding in another.
     """
     doubtful = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in found.initial.items()}
     digits = max(4 * digits, digits_of(found.initial))
-    return list(_differences(found, exact, own, digits, {} if decay is None else doubtful, decay or 0.0))
+    return list(_differences(found, exact, own, digits, {} if decay is None else doubtful, decay or 0.0, cancels))
 
 
 def _differences(
-    found: Record, exact: Record, own: Record, digits: float, doubtful: Tensors, decay: float
+    found: Record, exact: Record, own: Record, digits: float, doubtful: Tensors, decay: float, cancels: bool
 ) -> Iterator[str]:
     if (found.refused is None) != (exact.refused is None):
         yield f"ended with {found.refused or 'no error'}, expected {exact.refused or 'no error'}"
         return
     for number, updates in enumerate(zip(found.updates, exact.updates, own.updates)):
-        _note_doubtful(*updates[1:], doubtful, decay, REACH * max(updates[1].rates))
+        _note_doubtful(*updates[1:], doubtful, decay, REACH * max(updates[1].rates), cancels)
         wrong = list(_of_update(*updates, found.initial, digits, doubtful))
         yield from (f"update {number}: {text}" for text in wrong)
         if wrong:
@@ -91,7 +98,7 @@ def digits_of(initial: Tensors) -> float:
     return max((4 * torch.finfo(each.dtype).eps for each in initial.values() if each.is_floating_point()), default=0.0)
 
 
-def _note_doubtful(exact: Update, own: Update, doubtful: Tensors, decay: float, reach: float) -> None:
+def _note_doubtful(exact: Update, own: Update, doubtful: Tensors, decay: float, reach: float, cancels: bool) -> None:
     """Note the elements whose gradient, without or with the weight decay, is not larger than its rounding, and not simply 0.
 
     Each may have been moved by `reach`: in float64, a gradient of that kind is smaller than the `eps` of the optimizer, and moves nothing.
@@ -101,7 +108,8 @@ def _note_doubtful(exact: Update, own: Update, doubtful: Tensors, decay: float, 
         rounded = own.gradients[name].to(gradient.dtype)
         noise = NOISE * (rounded - gradient).abs().max()
         is_small = ~(gradient.abs() > noise) | ~((gradient + decay * weight).abs() > noise)
-        doubtful[name] += reach * (is_small & ((gradient != 0.0) | (rounded != 0.0)))
+        moves = (gradient != 0.0) | (rounded != 0.0)
+        doubtful[name] += reach * (is_small & (moves | (cancels & moves.any())))
 
 
 def _of_update(

@@ -128,7 +128,8 @@ def reference(runs: Runs) -> list[str]:
     decay = None
     if program.optimizer.kind in ADAPTIVE:
         decay = 0.0 if program.optimizer.kind == "adamw" else program.optimizer.weight_decay
-    return comparing.differences(whole, exact, own, torch.finfo(precision).eps, decay=decay)
+    cancels = program.criterion.kind == "l1"
+    return comparing.differences(whole, exact, own, torch.finfo(precision).eps, decay=decay, cancels=cancels)
 
 
 def each_sample_once(runs: Runs) -> list[str]:

@@ -118,7 +118,7 @@ class Criterion:
             returns its cross entropy over labels other than -100).
         reduction: `mean` or `sum`.
         ignore_index: Some targets have this value and are left out; `None`: none are.
-        class_weights: The classes weigh 1, 2, 0.5 and 0.
+        class_weights: The classes weigh 1, 2, 0.5 and 0; the last one 0.25 with label smoothing, which counts its samples.
         label_smoothing: As in torch.
         sample_weights: The criterion is a function that weighs each sample by its target: 2 where the target, or its
             first element, is above 0, else 0.5. It returns the weighted mean of each sample's mean square (classes: of
