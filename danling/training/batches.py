@@ -388,6 +388,18 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
     return _count(target, ignore_index)
 
 
+def smooths_without_weight(criterion: object) -> bool:
+    """Return whether a criterion has a loss for targets that weigh nothing: the smoothed part of a cross entropy, of classes of weight 0.
+
+    It divides that part by the weight of the targets as well, which may be 0 for a micro-batch, so that its loss is infinite.
+    """
+    if not (isinstance(criterion, nn.CrossEntropyLoss) or _function(criterion) is F.cross_entropy):
+        return False
+    weight, smoothing = criterion_setting(criterion, "weight"), criterion_setting(criterion, "label_smoothing")
+    is_mean = criterion_setting(criterion, "reduction") == "mean"
+    return is_mean and bool(smoothing) and isinstance(weight, Tensor) and bool((weight == 0.0).any())
+
+
 def model_weight(model: object, target: object, data: object, *, shifts: bool | None = None) -> float | Tensor:
     """Return what the mean-reduced loss that a model computes itself is averaged over.
 

@@ -27,6 +27,7 @@ from danling.utils.hooks import is_overridden
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name
 
+from .batches import criterion_setting, smooths_without_weight
 from .schedule import interval_of, score_path
 from .update import NonFiniteError
 
@@ -85,6 +86,13 @@ def check_components(runner: TorchRunner) -> None:
         )
         raise ValueError(
             f"Expected `self.criterion` to be a callable (pred, target) -> loss. Received: criterion={criterion!r}.{made}"
+        )
+    if smooths_without_weight(criterion):
+        raise ValueError(
+            "Expected class weights above 0 with label_smoothing: torch divides the smoothed loss by the weight of the targets, so that "
+            f"that of a micro-batch with targets of weight 0 alone is infinite. Received: criterion={criterion!r} with "
+            f"weight={criterion_setting(criterion, 'weight')!r}. Give these classes a small weight, such as 1e-6; or use "
+            "reduction='sum'; or ignore_index, which leaves out their samples."
         )
     check_kinds(runner)
     if optimizer is not None:

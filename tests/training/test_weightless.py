@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from support.processes import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import danling as dl
 from danling.distributed import Domain
@@ -165,6 +167,37 @@ def test_a_window_cuts_the_gradient_of_the_output_alone(on_device: bool, weight:
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert all(bool(gradient.count_nonzero()) == (weight != 0.0) for gradient in gradients)
     assert not float(window.nonfinite)
+
+
+WEIGHTS = torch.tensor(CLASS_WEIGHTS, dtype=torch.float64)
+SMOOTHED = {
+    "module": (nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1), True),
+    "function": (partial(F.cross_entropy, weight=WEIGHTS, label_smoothing=0.1), True),
+    "sum": (nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1, reduction="sum"), False),
+    "no smoothing": (nn.CrossEntropyLoss(WEIGHTS), False),
+    "small weight": (nn.CrossEntropyLoss(WEIGHTS.clamp_min(1e-6), label_smoothing=0.1), False),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTHED)
+def test_smoothed_loss_of_classes_that_weigh_nothing_is_refused(name: str, tmp_path: Path) -> None:
+    """It is infinite for a micro-batch of such classes, and the update so another one than that of the whole batch."""
+    criterion, is_refused = SMOOTHED[name]
+
+    class Smoothed(dl.Runner):
+        def __init__(self) -> None:
+            super().__init__(
+                {"dir": str(tmp_path), "log": False, "steps": 1, "accum_steps": 3, "optim": {"type": "sgd", "lr": 0.1}}
+            )
+            self.model, self.criterion = nn.Linear(4, 3, dtype=torch.float64), criterion
+            self.datasets = {"train": TensorDataset(*data_of(18, torch.float64))}
+
+    if is_refused:
+        with pytest.raises(ValueError, match=r"Expected class weights above 0 with label_smoothing.*1e-6"):
+            Smoothed()
+        return
+    with Smoothed() as runner:
+        runner.train()
 
 
 def test_nonfinite_loss_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
