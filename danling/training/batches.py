@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
@@ -221,6 +221,8 @@ def call_model(model: Any, inputs: object) -> object:
 def count_samples(data: object) -> int:
     """Return the number of samples of a batch: the first dimension of its first tensor, which may be in a field of a dataclass; else 1.
 
+    A list within the batch whose tensors have other first dimensions has a sample in each tensor.
+
     A batch of another library says by itself how many it has: of graphs `num_graphs`, of neighbours that were sampled around some
     nodes `batch_size`, the number of these.
     """
@@ -228,9 +230,17 @@ def count_samples(data: object) -> int:
     return 1 if samples is None else samples
 
 
-def countable_samples(data: object) -> int | None:
-    """Return the number of samples of a batch as `count_samples` does; `None` for an object in which they cannot be counted."""
+def countable_samples(data: object, read: int | None = None, beside: Iterable[object] | None = None) -> int | None:
+    """Return the number of samples of a batch as `count_samples` does; `None` for an object in which they cannot be counted.
+
+    Args:
+        data: The batch, or a part of it.
+        read: How many samples the loader has read for the batch; `None` where it does not know.
+        beside: The other parts of the batch, where `data` is a part of it.
+    """
     if isinstance(data, (tuple, list)) and data and isinstance(data[0], Tensor):
+        if _are_samples(data, read, beside):
+            return len(data)
         data = data[0]
     if isinstance(data, Tensor):
         return data.shape[0] if data.ndim else 1
@@ -239,7 +249,7 @@ def countable_samples(data: object) -> int | None:
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
         for item in data:
             if isinstance(item, (Tensor, Mapping, Sequence)) and not isinstance(item, (str, bytes)):
-                return countable_samples(item)
+                return countable_samples(item, read, beside=data)
             told = told_count(item, "num_graphs", "batch_size")
             if told is not None:
                 return told
@@ -252,8 +262,26 @@ def countable_samples(data: object) -> int | None:
         for value in values:
             is_container = isinstance(value, (Tensor, Mapping, Sequence)) or is_dataclass(value)
             if is_container and not isinstance(value, (str, bytes, type)):
-                return countable_samples(value)
+                return countable_samples(value, read, beside=values)
     return None
+
+
+def _are_samples(items: Sequence[object], read: int | None, beside: Iterable[object] | None) -> bool:
+    """Whether a list of tensors has a sample in each, as `tuple(zip(*samples))` makes it, and is not columns with a row for each sample.
+
+    Tensors of other lengths than each other, or than those in a list beside them, are no columns. The entries of a batch itself, such as
+    input and target, are samples only where the loader has read as many.
+    """
+    lists = [items, *(each for each in beside or () if isinstance(each, (tuple, list)) and len(each) == len(items))]
+    rows = [_rows(item) for each in lists for item in each if isinstance(item, (Tensor, Mapping))]
+    differ = len(set(rows)) > 1
+    if len(items) == read:
+        return differ or beside is not None
+    return differ and beside is not None and rows[0] != read
+
+
+def _rows(item: object) -> int | None:
+    return item.shape[0] if isinstance(item, Tensor) and item.ndim else None
 
 
 def count_tokens(data: object) -> int:
@@ -376,7 +404,8 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
             criterion_setting(criterion, "ignore_index"),
             criterion_setting(criterion, "weight"),
         )
-    if isinstance(class_weight, Tensor):
+    # The matrix of a metric-learning loss, and learned weights of several losses, are called `weight` too.
+    if isinstance(class_weight, Tensor) and class_weight.ndim == 1 and not class_weight.requires_grad:
         other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(
             criterion, (nn.CrossEntropyLoss, nn.NLLLoss)
         )
@@ -629,10 +658,17 @@ class BatchLoss:
                     shapes_of(data),
                     ", ".join(TARGET_NAMES),
                 )
-        # Of an object of the user's, only the loader knows how many samples it has.
-        if target is None and batch.samples is not None and not self._own_weight and countable_samples(data) is None:
-            return float(batch.samples), samples
+        if batch.samples is not None and self._counts_samples(data, target):
+            counted = countable_samples(data, batch.samples)
+            # Of an object of the user's, only the loader knows how many samples it has.
+            return float(batch.samples if counted is None else counted), samples
         return self._runner.batch_weight(data, target), samples
+
+    def _counts_samples(self, data: object, target: object) -> bool:
+        """Whether a batch weighs its samples."""
+        if self._own_weight or isinstance(target, Tensor):
+            return False
+        return self._runner.criterion is not None or aligned_labels(data) is None
 
     def weight_of_model(self, data: object, target: object) -> float | Tensor:
         """Return what the loss that the model computes is averaged over."""

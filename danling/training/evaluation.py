@@ -442,7 +442,10 @@ class Evaluator:
         except Exception as error:
             note_batch(error, "infer_step", split, data)
             raise
-        samples = count_samples(data) if batch.samples is None else batch.samples
+        samples = batch.samples
+        if samples is None:
+            # A list has an item for each sample: only where there is padding are some left out.
+            samples = len(pred) if isinstance(pred, list) else count_samples(data)
         return self.forward.counted(split_by_sample(pred, samples, nodes_of_graphs(data)))
 
 

@@ -1,0 +1,204 @@
+"""What a micro-batch weighs where the batch is of lists, and where the criterion has weights of its own: beside a loop by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from support.toys import settings
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import danling as dl
+from danling.training import count_samples, criterion_weight
+
+SAMPLES, CHANNELS = 10, 3
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+# Samples of their own sizes
+
+
+class Clouds(Dataset[tuple[Tensor, Any]]):
+    """Points with a value each: as many in each sample as `sizes` says, with targets as `kind` says."""
+
+    def __init__(self, sizes: Callable[[int], int], kind: str) -> None:
+        self.sizes, self.kind = sizes, kind
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        drawn = torch.Generator().manual_seed(index)
+        points = torch.randn(self.sizes(index), 4, generator=drawn, dtype=torch.float64)
+        values = torch.randn(len(points), generator=drawn, dtype=torch.float64)
+        return points, values[None] if self.kind == "tensors" else {"values": values}
+
+
+def transposed(samples: list[Any]) -> tuple[Any, ...]:
+    return tuple(zip(*samples))
+
+
+def named(samples: list[Any]) -> dict[str, list[Any]]:
+    points, values = zip(*samples)
+    return {"points": list(points), "values": list(values)}
+
+
+def make_line() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1).double()
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """The mean over the samples of their mean errors."""
+    points, values = (batch["points"], batch["values"]) if isinstance(batch, dict) else batch
+    targets = [each["values"] if isinstance(each, dict) else each[0] for each in values]
+    errors = [functional.mse_loss(model(each)[:, 0], target) for each, target in zip(points, targets)]
+    return torch.stack(errors).mean()
+
+
+class Lists(dl.Runner):
+    def __init__(self, config: Mapping[str, Any], dataset: Clouds, collate: Any, own_loader: bool) -> None:
+        super().__init__(config)
+        self.model = make_line()
+        if own_loader:
+            loaders = (DataLoader(dataset, batch_size=4, collate_fn=collate) for _ in range(2))
+            self.dataloaders = dict(zip(("train", "val"), loaders))
+        else:
+            self.datasets = {"train": dataset, "val": dataset}
+
+    def train_step(self, data: Any) -> tuple[None, Tensor]:
+        loss = loss_of(self.model, data)
+        self.backward(loss)
+        return None, loss
+
+    def evaluate_step(self, data: Any) -> tuple[None, Tensor]:
+        return None, loss_of(self.model, data)
+
+    def infer_step(self, data: Any) -> list[Tensor]:
+        points = data["points"] if isinstance(data, dict) else data[0]
+        return [self.model(each) for each in points]
+
+
+@pytest.mark.parametrize("own_loader", [False, True])
+@pytest.mark.parametrize("collate", [transposed, named])
+@pytest.mark.parametrize("kind", ["tensors", "mappings"])
+@pytest.mark.parametrize("sizes", [lambda index: 1 + index % 4, lambda index: CHANNELS], ids=["ragged", "images"])
+def test_a_batch_of_lists_weighs_its_samples(
+    sizes: Any, kind: str, collate: Any, own_loader: bool, tmp_path: Path
+) -> None:
+    dataset = Clouds(sizes, kind)
+    # The micro-batches have 4, 4 and 2 samples.
+    loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": collate}
+    config = settings(tmp_path, epochs=1, accum_steps=3, dataloader=loader, optim={"type": "sgd", "lr": 0.1})
+    if own_loader:
+        del config["dataloader"]
+    model = make_line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = transposed([dataset[index] for index in range(SAMPLES)])
+    loss_of(model, whole).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    with Lists(config, dataset, collate, own_loader) as runner:
+        runner.train()
+        found, loss = weights_of(runner.model), runner.results[1]["val"]["loss"]
+        predictions = runner.infer("val")
+    torch.testing.assert_close(found, weights_of(model), rtol=0, atol=1e-12)
+    assert len(predictions) == SAMPLES
+    assert loss == pytest.approx(loss_of(model, whole).item(), abs=1e-12)
+
+
+def test_columns_are_told_from_samples() -> None:
+    columns = [torch.zeros(4, 2), torch.zeros(4, 7)]
+    assert count_samples([columns, {"a": 1}]) == 4
+    assert count_samples([columns, torch.zeros(4)]) == 4
+    assert count_samples([[torch.zeros(5, 2), torch.zeros(3, 2)], [{}, {}]]) == 2
+    assert count_samples({"images": [torch.zeros(3, 8, 8)] * 2, "boxes": [torch.zeros(5, 4), torch.zeros(0, 4)]}) == 2
+    # The rows of a batch of several parts, such as the nodes and the edges of graphs.
+    assert count_samples([torch.zeros(6, 2), torch.zeros(2, 9), torch.zeros(3)]) == 6
+
+
+# Criterions with a `weight` that is not one of classes
+
+
+class Margin(nn.Module):
+    """Learns a direction for each class, in a parameter that is called as everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        drawn = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(3, 5, generator=drawn, dtype=torch.float64))
+
+    def forward(self, embedding: Tensor, target: Tensor) -> Tensor:
+        cosines = functional.normalize(embedding) @ functional.normalize(self.weight).T
+        return functional.cross_entropy(8 * cosines, target)
+
+
+class Uncertain(nn.Module):
+    """Weighs two losses by what it has learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, pred: Tensor, target: Tensor) -> Tensor:
+        losses = torch.stack([functional.cross_entropy(pred, target), pred.square().mean()])
+        return (losses * torch.exp(-self.weight)).sum() + self.weight.sum()
+
+
+def make_data() -> TensorDataset:
+    drawn = torch.Generator().manual_seed(0)
+    inputs = torch.randn(16, 4, generator=drawn, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(3, (16,), generator=drawn))
+
+
+def make_embedding() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 5).double()
+
+
+KINDS: dict[str, type[nn.Module]] = {"margin": Margin, "uncertain": Uncertain}
+
+
+class Learned(dl.Runner):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.datasets = {"train": make_data()}
+        self.model, self.criterion = make_embedding(), KINDS[self.config.kind]()
+
+
+def train(config: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    with Learned(config) as runner:
+        runner.train()
+        return [weights_of(runner.unwrapped_model), weights_of(runner.criterion)]
+
+
+@pytest.mark.parametrize(("world_size", "accumulated"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_learned_weights_of_a_criterion_weigh_no_class(
+    kind: str, world_size: int, accumulated: int, tmp_path: Path
+) -> None:
+    model, criterion = make_embedding(), KINDS[kind]()
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    inputs, targets = make_data().tensors
+    for batch in torch.arange(16).reshape(2, 8):
+        optimizer.zero_grad()
+        criterion(model(inputs[batch]), targets[batch]).backward()
+        optimizer.step()
+    loader = {"batch_size": 4, "shuffle": False}
+    config = settings(tmp_path, steps=2, accum_steps=accumulated, dataloader=loader, optim={"type": "sgd", "lr": 0.1})
+    for found in run_processes(train, {**config, "kind": kind}, world_size=world_size):
+        torch.testing.assert_close(found, [weights_of(model), weights_of(criterion)], rtol=0, atol=1e-12)
+
+
+def test_weights_of_classes_weigh_the_targets() -> None:
+    targets = torch.tensor([0, 2, 2])
+    assert criterion_weight(nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0])), targets, None) == 7.0
+    assert criterion_weight(Margin(), targets, None) == criterion_weight(Uncertain(), targets, None) == 3.0
