@@ -230,16 +230,16 @@ def count_samples(data: object) -> int:
     return 1 if samples is None else samples
 
 
-def countable_samples(data: object, read: int | None = None, beside: Iterable[object] | None = None) -> int | None:
+def countable_samples(data: object, read: int | None = None, others: Iterable[object] | None = None) -> int | None:
     """Return the number of samples of a batch as `count_samples` does; `None` for an object in which they cannot be counted.
 
     Args:
         data: The batch, or a part of it.
         read: How many samples the loader has read for the batch; `None` where it does not know.
-        beside: The other parts of the batch, where `data` is a part of it.
+        others: The other parts of the batch, where `data` is a part of it.
     """
     if isinstance(data, (tuple, list)) and data and isinstance(data[0], Tensor):
-        if _are_samples(data, read, beside):
+        if _are_samples(data, read, others):
             return len(data)
         data = data[0]
     if isinstance(data, Tensor):
@@ -249,7 +249,7 @@ def countable_samples(data: object, read: int | None = None, beside: Iterable[ob
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
         for item in data:
             if isinstance(item, (Tensor, Mapping, Sequence)) and not isinstance(item, (str, bytes)):
-                return countable_samples(item, read, beside=data)
+                return countable_samples(item, read, others=data)
             told = told_count(item, "num_graphs", "batch_size")
             if told is not None:
                 return told
@@ -262,22 +262,22 @@ def countable_samples(data: object, read: int | None = None, beside: Iterable[ob
         for value in values:
             is_container = isinstance(value, (Tensor, Mapping, Sequence)) or is_dataclass(value)
             if is_container and not isinstance(value, (str, bytes, type)):
-                return countable_samples(value, read, beside=values)
+                return countable_samples(value, read, others=values)
     return None
 
 
-def _are_samples(items: Sequence[object], read: int | None, beside: Iterable[object] | None) -> bool:
+def _are_samples(items: Sequence[object], read: int | None, others: Iterable[object] | None) -> bool:
     """Whether a list of tensors has a sample in each, as `tuple(zip(*samples))` makes it, and is not columns with a row for each sample.
 
-    Tensors of other lengths than each other, or than those in a list beside them, are no columns. The entries of a batch itself, such as
+    Tensors of other lengths than each other, or than those in another list of the batch, are no columns. The entries of a batch itself, such as
     input and target, are samples only where the loader has read as many.
     """
-    lists = [items, *(each for each in beside or () if isinstance(each, (tuple, list)) and len(each) == len(items))]
+    lists = [items, *(each for each in others or () if isinstance(each, (tuple, list)) and len(each) == len(items))]
     rows = [_rows(item) for each in lists for item in each if isinstance(item, (Tensor, Mapping))]
     differ = len(set(rows)) > 1
     if len(items) == read:
-        return differ or beside is not None
-    return differ and beside is not None and rows[0] != read
+        return differ or others is not None
+    return differ and others is not None and rows[0] != read
 
 
 def _rows(item: object) -> int | None:

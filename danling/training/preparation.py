@@ -35,7 +35,7 @@ class ModelPreparation:
         """What travels with the one collective of an update."""
         self.broadcasts_buffers = False
         """Whether the buffers of the first rank go to the others before an update, where the wrapper must not do it."""
-        self._trained_when_wrapped: int | None = None
+        self._trained_when_wrapped: set[int] | None = None
         self._constructed: ReferenceType[nn.Module] | None = None
 
     # Wrapping
@@ -74,13 +74,13 @@ class ModelPreparation:
         return {"replicate": self.world.rank}, {"replicate": self.world.size}
 
     def note_wrapped(self, model: nn.Module) -> None:
-        """Note how much of a model is trained when it is wrapped: the wrapper reduces that and nothing else."""
-        self._trained_when_wrapped = _trained_count(model)
+        """Note what of a model is trained when it is wrapped: the wrapper reduces that and nothing else."""
+        self._trained_when_wrapped = _trained(model)
 
     def trainables_changed(self, model: nn.Module) -> bool:
         """Return whether the model must be wrapped anew, because other parameters are trained than when it was wrapped."""
         noted = self._trained_when_wrapped
-        return self.world.size > 1 and noted is not None and _trained_count(model) != noted
+        return self.world.size > 1 and noted is not None and _trained(model) != noted
 
     def check_reduced(self, model: object, *, trains: bool, reduced_by_user: bool) -> None:
         """Refuse a model whose gradients would not be reduced."""
@@ -173,8 +173,8 @@ class ModelPreparation:
         return []
 
 
-def _trained_count(model: nn.Module) -> int:
-    return sum(parameter.requires_grad for parameter in model.parameters())
+def _trained(model: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
 
 class _Parameters(nn.Module):

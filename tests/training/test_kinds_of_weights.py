@@ -1,4 +1,4 @@
-"""What a micro-batch weighs where the batch is of lists, and where the criterion has weights of its own: beside a loop by hand."""
+"""What a micro-batch weighs where the batch is of lists, and where the criterion has weights of its own: compared with a loop by hand."""
 
 from __future__ import annotations
 
