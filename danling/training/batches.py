@@ -269,8 +269,8 @@ def countable_samples(data: object, read: int | None = None, others: Iterable[ob
 def _are_samples(items: Sequence[object], read: int | None, others: Iterable[object] | None) -> bool:
     """Whether a list of tensors has a sample in each, as `tuple(zip(*samples))` makes it, and is not columns with a row for each sample.
 
-    Tensors of other lengths than each other, or than those in another list of the batch, are no columns. The entries of a batch itself, such as
-    input and target, are samples only where the loader has read as many.
+    Tensors of other lengths than each other, or than those in another list of the batch, are no columns. The entries of a batch itself,
+    such as input and target, are samples only where the loader has read as many.
     """
     lists = [items, *(each for each in others or () if isinstance(each, (tuple, list)) and len(each) == len(items))]
     rows = [_rows(item) for each in lists for item in each if isinstance(item, (Tensor, Mapping))]
