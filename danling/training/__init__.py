@@ -17,7 +17,7 @@ from .batches import (
     unpack_batch,
 )
 from .ema import EMA
-from .loop import PassAgreement
+from .pass_agreement import PassAgreement
 from .precision import Precision
 from .reduction import DDPReduction, GradientReduction
 from .session import TrainingSession

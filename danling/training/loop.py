@@ -5,18 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
-from torch.utils.data import IterableDataset
-
 from danling.checkpoints import CheckpointManager
-from danling.data import PLACEHOLDER, Batch, BatchSource
-from danling.data.comparison import describe
+from danling.data import Batch
 from danling.data.run_data import RunData
-from danling.distributed import CollectiveCalls, Domain, MembershipChanged, agree, set_collective_timeout
+from danling.distributed import CollectiveCalls, MembershipChanged, agree, set_collective_timeout
 from danling.metrics import TrainMetrics
 from danling.optim.state import enter_training
 from danling.reporting import Reporter
@@ -31,6 +27,7 @@ from .evaluation import Evaluator
 from .extension import Extension, StateReplaced
 from .keys import RandomKeys
 from .observer_states import ObserverStates
+from .pass_agreement import PassAgreement
 from .results import RunResults, checked_figures
 from .schedule import Boundary
 from .session import (
@@ -51,110 +48,6 @@ if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
 logger = logging.getLogger("danling")
-
-
-@dataclass
-class _FirstBatch:
-    """The first batch of a pass, to compare others with."""
-
-    epoch: int
-    data: object
-    is_repeated: bool = False
-
-
-class PassAgreement:
-    """Keeps the ranks together in their passes: all end a pass at the same update, and a warning names ranks that read the same data.
-
-    Args:
-        domain: Ranks that make updates together.
-        data_domain: Ranks that should read different data.
-        blind: Whether some ranks read nothing themselves, such as those in the middle of a pipeline, and so know the end of a loader of
-            the library only.
-        collective_forward: Whether the forward of a micro-batch is a collective, so that the ranks must end a window together too.
-    """
-
-    def __init__(
-        self, domain: Domain, data_domain: Domain, *, blind: bool = False, collective_forward: bool = False
-    ) -> None:
-        self.domain = domain
-        self.data_domain = data_domain
-        self.blind = blind
-        self.collective_forward = collective_forward
-        self._compared: set[str] = set()
-        self._first: dict[str, _FirstBatch] = {}
-
-    def ends_alike(self, source: BatchSource) -> bool:
-        """Whether every rank is known to see the end of a pass at the same batch; the same answer on all ranks."""
-        return self.domain.size == 1 or (source.even and (source.length_is_known or not self.blind))
-
-    def all_have(self, source: BatchSource, batch: Batch | None) -> bool:
-        """Return whether every rank has a batch. A small collective, where the end cannot be known otherwise."""
-        if self.ends_alike(source):
-            return batch is not None
-        # A rank that ran out would leave the others waiting in the gradient reduction, so the pass ends for all of them.
-        words = ("exhausted",) if batch is None else ()
-        ended = agree(self.domain, words)
-        if ended and batch is not None:
-            logger.warning(
-                "Another rank has no batch left in split %r: this pass ends early on rank %d.",
-                source.split,
-                self.domain.rank,
-            )
-        return not ended
-
-    def is_over(self, source: BatchSource) -> bool:
-        """Return whether a pass is known to have no batch left, without reading on. The same answer on all ranks, which all call it."""
-        is_over = source.remaining_batches() == 0
-        if self.ends_alike(source):
-            return is_over
-        words = ("exhausted",) if is_over else ()
-        return bool(agree(self.domain, words))
-
-    def compare(self, source: BatchSource, batch: Batch) -> bool:
-        """Warn, once a split, of ranks, and of workers of a stream, that should read different data and read the same.
-
-        Returns:
-            Whether no further batch of the pass need be compared.
-        """
-        split = source.split
-        if split in self._compared:
-            return True
-        first = self._first.get(split)
-        # The workers of a loader deliver in turn. The first batches of two passes are of one worker.
-        if first is not None and first.epoch == source.epoch:
-            if first.data == describe(batch.data):
-                # Of a stream in which all batches are equal, such as one of zeros, nothing follows.
-                first.is_repeated = True
-                return False
-            if first.is_repeated and self.domain.rank == 0:
-                logger.warning(
-                    "Two workers read the same data in split %r, so that its samples come several times in a pass. Divide the stream by "
-                    "torch.utils.data.get_worker_info(), or set num_workers to 1.",
-                    split,
-                )
-            self._compared.add(split)
-            return True
-        if first is None:
-            self._compare_ranks(source, batch)
-        streams = isinstance(getattr(source.loader, "dataset", None), IterableDataset)
-        if streams and getattr(source.loader, "num_workers", 0) > 1 and batch.data is not PLACEHOLDER:
-            self._first[split] = _FirstBatch(source.epoch, describe(batch.data))
-            return False
-        self._compared.add(split)
-        return True
-
-    def _compare_ranks(self, source: BatchSource, batch: Batch) -> None:
-        if self.ends_alike(source) or self.data_domain.size == 1:
-            return
-        described = None if batch.data is PLACEHOLDER else source.described(batch)
-        seen = self.data_domain.gather_objects(described)
-        is_same = seen[0] is not None and seen.count(seen[0]) == len(seen)
-        if is_same and self.domain.rank == 0:
-            logger.warning(
-                "All ranks read the same data in split %r. A loader that you made, or over a stream, is not divided for you: divide "
-                "it by self.data_domain.rank and self.data_domain.size, or put a map-style dataset into `self.datasets`.",
-                source.split,
-            )
 
 
 class TrainingLoop:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from .canonical_sum import CanonicalSum
     from .keys import RandomKeys
-    from .loop import PassAgreement
+    from .pass_agreement import PassAgreement
     from .phases import Phases
     from .schedule import Schedule
     from .session import TrainingSession

@@ -45,7 +45,13 @@ STATEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "update": (
         1500,
-        ("training/update.py", "training/canonical_sum.py", "distributed/step_sync.py", "training/loop.py"),
+        (
+            "training/update.py",
+            "training/canonical_sum.py",
+            "distributed/step_sync.py",
+            "training/loop.py",
+            "training/pass_agreement.py",
+        ),
     ),
     "evaluation": (400, ("training/evaluation.py", "training/results.py")),
     "save": (
