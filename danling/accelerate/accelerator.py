@@ -17,10 +17,10 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from danling.distributed import Domain, LaunchEnvironment, LocalDomain
+from danling.training.outcome import NonFiniteError
 from danling.training.precision import NO_CONTEXT
 from danling.training.preparation import ModelPreparation
 from danling.training.reduction import DDPReduction
-from danling.training.update import NonFiniteError
 from danling.utils.messages import did_you_mean
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from danling.training.checks import listed
+from danling.training.outcome import NonFiniteError
 from danling.training.reduction import GradientReduction, scale_gradients
-from danling.training.update import NonFiniteError
 
 from . import engine as engines
 

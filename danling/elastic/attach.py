@@ -29,8 +29,9 @@ from danling.distributed import LaunchEnvironment, MembershipChanged
 from danling.training.extension import Extension
 from danling.training.keys import RandomKeys
 from danling.training.loop import TrainingLoop
+from danling.training.outcome import UpdateOutcome
 from danling.training.session import EndOfPass, EvaluationStopped, TrainingSession
-from danling.training.update import UpdateOutcome, UpdateStep
+from danling.training.update import UpdateStep
 from danling.utils.observers import Observer
 from danling.workspace.workspace import JoinedRun
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from danling.data.run_data import RunData
     from danling.runners.base_runner import BaseRunner
     from danling.runners.torch_runner import TorchRunner
+    from danling.training.outcome import UpdateOutcome
     from danling.training.session import TrainingSession
-    from danling.training.update import UpdateOutcome, UpdateStep
+    from danling.training.update import UpdateStep
 
 logger = logging.getLogger("danling")
 

@@ -18,7 +18,7 @@ from danling.utils.observers import Observer
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
     from danling.runners.torch_runner import TorchRunner
-    from danling.training.update import UpdateOutcome
+    from danling.training.outcome import UpdateOutcome
 
 _GIB = 2**30
 _MEMORY = ("memory_host_gib", "memory_allocated_gib", "memory_reserved_gib")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from danling.utils.observers import Observer
 
 if TYPE_CHECKING:
-    from danling.training.update import UpdateOutcome
+    from danling.training.outcome import UpdateOutcome
 
 _FULL_EVERY = 10
 _OLDEST = 2

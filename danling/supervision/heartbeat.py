@@ -16,7 +16,7 @@ from danling.utils.observers import Observer
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
-    from danling.training.update import UpdateOutcome
+    from danling.training.outcome import UpdateOutcome
 
 logger = logging.getLogger("danling")
 

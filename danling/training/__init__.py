@@ -17,11 +17,12 @@ from .batches import (
     unpack_batch,
 )
 from .ema import EMA
+from .outcome import UNCOMMITTED, NonFiniteError, UpdateOutcome
 from .pass_agreement import PassAgreement
 from .precision import Precision
 from .reduction import DDPReduction, GradientReduction
 from .session import TrainingSession
-from .update import UNCOMMITTED, NonFiniteError, UpdateOutcome, Window
+from .window import Window
 
 __all__ = [
     "EMA",

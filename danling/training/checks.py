@@ -28,8 +28,8 @@ from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name
 
 from .batches import criterion_setting, smooths_without_weight
+from .outcome import NonFiniteError
 from .schedule import interval_of, score_path
-from .update import NonFiniteError
 
 if TYPE_CHECKING:
     from danling.data.run_data import RunData

@@ -27,6 +27,7 @@ from .evaluation import Evaluator
 from .extension import Extension, StateReplaced
 from .keys import RandomKeys
 from .observer_states import ObserverStates
+from .outcome import UNCOMMITTED, UpdateOutcome
 from .pass_agreement import PassAgreement
 from .results import RunResults, checked_figures
 from .schedule import Boundary
@@ -40,7 +41,7 @@ from .session import (
     TrainingSession,
     first_stop,
 )
-from .update import UNCOMMITTED, RunWindow, UpdateOutcome, UpdateStep
+from .update import RunWindow, UpdateStep
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import SplitNames

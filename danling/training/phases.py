@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from danling.data.run_data import RunData
 from danling.optim import JointOptimizer
 
+from .outcome import UpdateOutcome
 from .reduction import GradientReduction
 from .session import TrainingSession
-from .update import UpdateOutcome, UpdateStep, Window
+from .update import UpdateStep
+from .window import Window
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner

@@ -19,7 +19,7 @@ from .session import BY_SIGNAL, TrainingSession
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
-    from .update import UpdateOutcome
+    from .outcome import UpdateOutcome
 
 logger = logging.getLogger("danling")
 

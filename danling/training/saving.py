@@ -16,8 +16,8 @@ from danling.reporting import format_number
 from danling.utils.tensors import floating_dtype
 
 from .extension import Extension
+from .outcome import NonFiniteError
 from .session import TrainingSession
-from .update import NonFiniteError
 
 if TYPE_CHECKING:
     from danling.remote.attach import RemoteStores

@@ -15,7 +15,7 @@ from danling.distributed import Domain, StepSync, agree
 from danling.supervision.signals import EXIT_CODES, SignalWatcher
 from danling.utils.observers import Observers
 
-from .update import UNCOMMITTED, UpdateOutcome
+from .outcome import UNCOMMITTED, UpdateOutcome
 
 logger = logging.getLogger("danling")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from danling.distributed import StepTotals
-    from danling.training.update import UpdateOutcome
+    from danling.training.outcome import UpdateOutcome
 
 logger = logging.getLogger("danling")
 

@@ -47,6 +47,7 @@ STATEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
         1500,
         (
             "training/update.py",
+            "training/window.py",
             "training/canonical_sum.py",
             "distributed/step_sync.py",
             "training/loop.py",

@@ -28,7 +28,7 @@ from danling.training.ema import EMA
 from danling.training.keys import RandomKeys
 from danling.training.recompute import SkippedUpdates
 from danling.training.schedule import Schedule
-from danling.training.update import Window, WindowGradients
+from danling.training.window import Window, WindowGradients
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import danling as dl
 from danling.mesh.units import UnitOrderError
-from danling.training.update import NonFiniteError
+from danling.training.outcome import NonFiniteError
 from danling.utils.tensors import local_part
 
 

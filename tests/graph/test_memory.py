@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from danling.config.checks import read_memory_policy
 from danling.distributed import Domain
 from danling.graph.compilation import GraphCompilation, WholeLoss, check_backend, policy_tag
-from danling.training.update import Window
+from danling.training.window import Window
 
 POLICIES = ["default", "budget:0.9", "budget:0.5", "budget:0.1", "budget:0.01", "recompute"]
 

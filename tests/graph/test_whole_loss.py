@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from danling.distributed import Domain
 from danling.graph.compilation import GraphCompilation, WholeLoss
-from danling.training.update import Window
+from danling.training.window import Window
 
 
 def compilation(**section: Any) -> GraphCompilation:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import TensorDataset
 
 import danling as dl
-from danling.training.update import NonFiniteError
+from danling.training.outcome import NonFiniteError
 
 pytestmark = device.needed
 
