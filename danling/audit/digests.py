@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from danling.distributed import HostCopy, ReplicaDriftError
 from danling.optim.state import to_inner_tensors
-from danling.reporting.trackers import JsonLines, bounded_lines, read_jsonl
+from danling.reporting.jsonl import JsonLines, bounded_lines, read_jsonl
 from danling.utils.devices import sent
 from danling.utils.files import open_file
 from danling.utils.observers import Observer

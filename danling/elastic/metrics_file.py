@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from danling.reporting.jsonl import parse_line
 from danling.reporting.telemetry import MEASURED
-from danling.reporting.trackers import parse_line
 from danling.utils.files import replacing
 
 Recent = Sequence[tuple[dict[str, float], int]]

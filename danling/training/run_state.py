@@ -21,7 +21,8 @@ from danling.config import identity
 from danling.data import BatchSource, DataLoader
 from danling.distributed import Domain
 from danling.optim.joint import OWN, SHARED
-from danling.reporting.trackers import FileMark, TrackerSet
+from danling.reporting.jsonl import FileMark
+from danling.reporting.trackers import TrackerSet
 from danling.utils.process import arithmetic
 
 from .recompute import map_carry

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeGuard
 
 import yaml
 
-from danling.reporting.trackers import read_jsonl
+from danling.reporting.jsonl import read_jsonl
 from danling.utils.files import read_text
 from danling.utils.plain import flatten, parse_json, parse_yaml
 

@@ -61,7 +61,13 @@ STATEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "main": (
         300,
-        ("workspace/run_directory.py", "reporting/trackers.py", "reporting/reporter.py", "elastic/metrics_file.py"),
+        (
+            "workspace/run_directory.py",
+            "reporting/jsonl.py",
+            "reporting/trackers.py",
+            "reporting/reporter.py",
+            "elastic/metrics_file.py",
+        ),
     ),
 }
 """Statements of one room: so many of them are about two passes through it, in these files."""

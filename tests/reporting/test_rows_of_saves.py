@@ -16,7 +16,7 @@ from support.saves import rows
 from support.toys import Line, Small, settings
 
 from danling.reporting import JsonlTracker, read_jsonl
-from danling.reporting.trackers import FileMark
+from danling.reporting.jsonl import FileMark
 from danling.utils.observers import Observer
 
 

@@ -20,7 +20,7 @@ from support.toys import settings as toy_settings
 
 from danling.checkpoints import CheckpointError
 from danling.checkpoints.directory import CheckpointStore, FileStore, TargetStore
-from danling.reporting.trackers import JsonLines, read_jsonl
+from danling.reporting.jsonl import JsonLines, read_jsonl
 from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
 from danling.utils.files import open_file, read_bytes, write_atomically
 

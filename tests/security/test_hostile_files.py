@@ -18,7 +18,7 @@ from support.warm import interpreter
 
 from danling.cli.main import main
 from danling.config.inputs import read_settings
-from danling.reporting.trackers import JsonLines, read_jsonl
+from danling.reporting.jsonl import JsonLines, read_jsonl
 from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
 from danling.stream.refs import SampleRef, TensorSpec
 from danling.utils.files import read_text
@@ -156,7 +156,7 @@ def test_partial_write_of_a_line_loses_no_row(tmp_path: Path, kind: str) -> None
 import errno, resource, sys
 from pathlib import Path
 from danling.audit.digests import DigestFile, DigestLine
-from danling.reporting.trackers import JsonlTracker
+from danling.reporting.jsonl import JsonlTracker
 file, kind = Path(sys.argv[1]), sys.argv[2]
 lines = JsonlTracker(file) if kind == "metrics" else DigestFile(file, resume_step=0)
 def write(step):

@@ -84,8 +84,9 @@ FUNCTIONS = {
     ],
     "remote/mirror": ["RunMirror._copy_files", "RunMirror._file", "RunMirror._written", "RunMirror.open"],
     "remote/sources": ["RemoteCheckpoints._bring_target", "bring_object", "runs_below"],
+    "reporting/jsonl": ["JsonLines._open", "_cut_back", "_steps", "read_jsonl"],
     "reporting/logging": ["RunLog._opened"],
-    "reporting/trackers": ["JsonLines._open", "WandbTracker.__init__", "_cut_back", "_steps", "read_jsonl"],
+    "reporting/trackers": ["WandbTracker.__init__"],
     "stream/channel": ["RefChannel._take"],
     "stream/directory_store": [
         "DirectoryStore.__init__",
@@ -247,8 +248,8 @@ WRITERS = {
     "remote/mirror": ["RunMirror._written: touch"],  # under a random name
     "remote/sources": ["runs_below: touch"],  # in a temporary directory
     "demo": ["start: open"],  # of a directory that the demo has made
+    "reporting/jsonl": ["JsonLines._open: os.open"],
     "reporting/logging": ["RunLog._opened: FileHandler"],  # named by the user, or after the instant of the start
-    "reporting/trackers": ["JsonLines._open: os.open"],
     "stream/directory_store": ["DirectoryStore._note: os.open", "_write_synced: os.open"],
     "stream/file_channel": ["FileChannel.__init__: os.open", "FileChannel._opened_to_write: os.open"],
     "utils/files": ["replacing: os.open"],
