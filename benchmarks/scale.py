@@ -37,7 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from danling.checkpoints.dcp import SavePlanner
+from danling.checkpoints.dcp_target import SavePlanner
 from danling.data.sampler import Division, PositionedBatchSampler, Share
 from danling.distributed import StepSync, StepTotals
 from danling.mesh import Topology

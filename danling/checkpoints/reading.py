@@ -26,7 +26,7 @@ logger = logging.getLogger("danling")
 
 READERS = {
     "file": "danling.checkpoints.torch_files",
-    "dcp": "danling.checkpoints.dcp",
+    "dcp": "danling.checkpoints.dcp_target",
     "deepspeed": "danling.deepspeed.checkpoints",
 }
 """By the kind of a checkpoint: the module whose `read_payload` and `read_outline` read it. They are named and not imported: torch takes

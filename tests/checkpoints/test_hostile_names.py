@@ -13,7 +13,7 @@ from support.remote_runs import upload_run
 from support.saves import go_on, make_manager, record_saves, save
 
 from danling.checkpoints import CheckpointDamaged, import_weights
-from danling.checkpoints.dcp import parse_index
+from danling.checkpoints.dcp_index import parse_index
 from danling.checkpoints.manifest import Manifest
 from danling.cli.main import main
 from danling.remote.store import open_store

@@ -25,7 +25,7 @@ from danling.checkpoints import (
     CheckpointNotFound,
     CheckpointSettings,
     TorchDistributedCheckpointManager,
-    dcp,
+    dcp_target,
     read_config,
     writer_process,
 )
@@ -328,20 +328,20 @@ def _fail_on_one_rank(directory: Path, mode: str) -> list[str]:
     manager = _manager(directory, async_mode=mode)
     _save(manager, 1)
     manager.wait()
-    original = dcp.HashingFileSystem.create_stream
+    original = dcp_target.HashingFileSystem.create_stream
 
     def fail(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if domain.rank == 1:
-        dcp.HashingFileSystem.create_stream = fail  # type: ignore[method-assign]
+        dcp_target.HashingFileSystem.create_stream = fail  # type: ignore[method-assign]
     seen = []
     try:
         _save(manager, 2, history=True)
         manager.wait()
     except CheckpointError as error:
         seen.append("rank 1: OSError(28, 'No space left on device')" in str(error))
-    dcp.HashingFileSystem.create_stream = original  # type: ignore[method-assign]
+    dcp_target.HashingFileSystem.create_stream = original  # type: ignore[method-assign]
     seen.append(_step(manager, "latest"))
     domain.barrier()
     assert len(_targets(directory)) == 1
@@ -449,7 +449,7 @@ def test_value_that_ranks_have_differently_is_that_of_the_first_rank() -> None:
     """By itself torch takes each value from the rank that has the least to write."""
     planners, plans = [], []
     for rank in range(3):
-        planner = dcp.SavePlanner()
+        planner = dcp_target.SavePlanner()
         mark = [6, 3] if rank == 0 else None
         model = {str(number): torch.zeros(8) for number in range(4)}
         of_rank = {f"rank_{rank}": {"value": rank}}

@@ -27,7 +27,7 @@ from danling.checkpoints import (
     FileCheckpointManager,
     TorchDistributedCheckpointManager,
 )
-from danling.checkpoints.dcp import INDEX
+from danling.checkpoints.dcp_index import INDEX
 from danling.checkpoints.directory import newest_record
 from danling.checkpoints.torch_files import read_file
 from danling.cli.main import main

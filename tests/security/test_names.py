@@ -22,7 +22,7 @@ FUNCTIONS = {
     "audit/layout_record": ["LayoutRecorder._write"],
     "audit/program": ["ProgramEnd.tail", "start_program"],
     "audit/rerun": ["audit_runner"],
-    "checkpoints/dcp": [
+    "checkpoints/dcp_target": [
         "HashingFileSystem.create_stream",
         "HashingFileSystem.rename",
         "TargetWriter._take_over",
@@ -135,7 +135,7 @@ PARSERS = {
     "checkpoints/exchange": "plain_name",  # index of safetensors
     "checkpoints/directory": "read_manifest",
     "checkpoints/manifest": "plain_name",
-    "checkpoints/dcp": "plain_name",
+    "checkpoints/dcp_index": "plain_name",
     "remote/sources": "is_plain_path",
     "graph/artifacts": "plain_path",
     "stream/directory_store": "quote",  # ids of objects are quoted, so that any text is a name

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from support import hostile
 
 from danling.checkpoints import CheckpointDamaged, CheckpointError
-from danling.checkpoints.dcp import parse_index, read_index, read_target
+from danling.checkpoints.dcp_index import parse_index, read_index
+from danling.checkpoints.dcp_target import read_target
 from danling.checkpoints.exchange import import_weights
 from danling.checkpoints.torch_files import read_file
 from danling.deepspeed.checkpoints import read_engine_file

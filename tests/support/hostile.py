@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from danling.checkpoints import storage
-from danling.checkpoints.dcp import INDEX
+from danling.checkpoints.dcp_index import INDEX
 from danling.checkpoints.manifest import Manifest
 
 
