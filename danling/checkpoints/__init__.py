@@ -1,4 +1,4 @@
-"""Checkpoints: how they are arranged on disk and found (`directory`), written (`manager`, `dcp`), read (`reading`)."""
+"""Checkpoints: how they are arranged (`file_store`, `target_store`), found (`directory`), written (`manager`, `dcp`), read (`reading`)."""
 
 from __future__ import annotations
 

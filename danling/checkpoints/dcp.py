@@ -23,11 +23,11 @@ from danling.utils.tensors import local_part
 from . import storage
 from .dcp_index import flatten
 from .dcp_target import TargetWriter, save_target, written_by
-from .directory import SUMS
 from .errors import CheckpointDiskError, CheckpointError
 from .manager import CollectiveCheckpointManager
 from .manifest import Record, find_problems, read_manifest
 from .snapshot import SnapshotBuffers, count_bytes, to_host
+from .target_store import SUMS
 from .writer_process import Address, WriterProcess
 
 logger = logging.getLogger("danling")

@@ -30,10 +30,10 @@ from danling.utils.tensors import is_sharded
 
 from . import storage
 from .dcp_index import INDEX, Place, flatten, index_text, nest, read_index
-from .directory import SUMS
 from .errors import CheckpointDamaged
 from .manifest import Manifest, Record, archive_complaints, read_manifest
 from .reading import READ_WHOLE, Entry, Outline, without_tensors
+from .target_store import SUMS
 from .torch_files import check_format, check_values, why_unreadable
 
 METADATA = ".metadata"

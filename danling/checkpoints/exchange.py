@@ -26,10 +26,11 @@ from danling.utils.plain import parse_json
 from danling.utils.tensors import canonical_name, is_sharded
 
 from . import storage
-from .directory import TARGETS, FileStore, has_sums, is_of_run, missing_sums, verify_alone
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
+from .file_store import FileStore, has_sums, is_of_run, missing_sums, verify_alone
 from .manifest import is_archive, is_name
 from .reading import moment
+from .target_store import TARGETS
 from .torch_files import holds_format, is_own, read_file
 
 if TYPE_CHECKING:

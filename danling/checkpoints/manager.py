@@ -1,6 +1,6 @@
 """The checkpoint managers: when a save is made, of which copy of the state, in which thread, and which errors all ranks raise.
 
-Last comes the manager of single files. `directory` arranges checkpoints on the disk and finds them.
+Last comes the manager of single files. `file_store` and `target_store` arrange checkpoints on the disk, and `directory` finds them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from torch import Tensor
 from danling.distributed import Domain
 
 from . import storage
-from .directory import CheckpointDirectory, CheckpointStore, FileStore, TargetStore, new_target
+from .checkpoint_store import CheckpointStore
+from .directory import CheckpointDirectory
 from .errors import CheckpointDiskError, CheckpointError, disk_error
 from .executor import SaveExecutor
+from .file_store import FileStore
 from .manifest import Record, history_name
 from .reading import read_payload
 from .snapshot import SnapshotBuffers, count_bytes, to_host
+from .target_store import TargetStore, new_target
 
 logger = logging.getLogger("danling")
 

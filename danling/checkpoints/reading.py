@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from danling.config.identity import is_update_key
 from danling.utils.trees import dotted, tensors
 
-from .directory import SUFFIX, CheckpointStore, advice_about, is_engine_target, stores_in
+from .checkpoint_store import SUFFIX, CheckpointStore
+from .directory import advice_about, stores_in
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .storage import sampled_digest
+from .target_store import is_engine_target
 
 if TYPE_CHECKING:
     from .manager import CheckpointManager

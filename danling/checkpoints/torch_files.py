@@ -17,12 +17,13 @@ from danling.utils.files import is_text, open_file
 from danling.utils.tensors import local_part
 
 from . import storage
-from .directory import SUMS, has_sums
 from .errors import CheckpointDamaged, CheckpointMismatch, disk_error
+from .file_store import has_sums
 from .manifest import archive_complaints, is_archive
 from .payload import check_sections
 from .pickles import is_too_deep
 from .reading import Outline, tensors_in, without_tensors
+from .target_store import SUMS
 
 FORMAT_VERSION = 3
 """`format_version` of new files, and the newest one that can be read."""

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from danling.checkpoints.directory import FILE_SUMS, TARGETS, FileStore, has_sums, is_engine_target
 from danling.checkpoints.errors import CheckpointMismatch
+from danling.checkpoints.file_store import FILE_SUMS, FileStore, has_sums
 from danling.checkpoints.reading import locate
+from danling.checkpoints.target_store import TARGETS, is_engine_target
 
 from .inspect import read_contents
 from .output import OK, add_json, as_bytes, print_json, with_unit

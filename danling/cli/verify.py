@@ -16,22 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from danling.checkpoints import storage
-from danling.checkpoints.directory import (
-    FILE_SUMS,
-    SUFFIX,
-    SUMS,
-    TARGETS,
-    CheckpointStore,
-    FileStore,
-    TargetStore,
-    advice_about,
-    has_sums,
-    is_of_run,
-    stores_in,
-    verify_alone,
-)
+from danling.checkpoints.checkpoint_store import SUFFIX, CheckpointStore
+from danling.checkpoints.directory import advice_about, stores_in
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
+from danling.checkpoints.file_store import FILE_SUMS, FileStore, has_sums, is_of_run, verify_alone
 from danling.checkpoints.manifest import is_legacy, is_name
+from danling.checkpoints.target_store import SUMS, TARGETS, TargetStore
 from danling.utils.messages import as_text
 from danling.workspace.run_directory import is_in_use
 from danling.workspace.workspace import litter_in_run

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from danling.checkpoints import storage
-from danling.checkpoints.directory import RUNNER_FILE, SUMS, is_engine_target
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from danling.checkpoints.exchange import export_weights
 from danling.checkpoints.manager import CollectiveCheckpointManager
@@ -31,6 +30,7 @@ from danling.checkpoints.manifest import Manifest, Record, archive_complaints, i
 from danling.checkpoints.reading import Outline, locate, tensors_in, without_tensors
 from danling.checkpoints.reading import read_payload as read_any
 from danling.checkpoints.snapshot import count_bytes, readable, to_host
+from danling.checkpoints.target_store import RUNNER_FILE, SUMS, is_engine_target
 from danling.checkpoints.torch_files import check_format, read_file
 from danling.utils.tensors import canonical_name
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from danling.checkpoints import storage
-from danling.checkpoints.directory import SUFFIX, SUMS, TARGETS, TargetStore
+from danling.checkpoints.checkpoint_store import SUFFIX
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError
 from danling.checkpoints.manager import CheckpointManager, Saved
 from danling.checkpoints.manifest import is_name, newest, read_manifest
+from danling.checkpoints.target_store import SUMS, TARGETS, TargetStore
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.files import open_file
 from danling.utils.messages import Paced

@@ -15,18 +15,11 @@ from functools import partial
 from pathlib import Path
 
 from danling.checkpoints import storage
-from danling.checkpoints.directory import (
-    SUFFIX,
-    SUMS,
-    TARGETS,
-    CheckpointStore,
-    FileStore,
-    TargetStore,
-    is_target,
-    misled,
-)
+from danling.checkpoints.checkpoint_store import SUFFIX, CheckpointStore
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from danling.checkpoints.file_store import FileStore
 from danling.checkpoints.manifest import Manifest, Record, is_name
+from danling.checkpoints.target_store import SUMS, TARGETS, TargetStore, is_target, misled
 from danling.distributed.environment import is_first_on_machine
 from danling.utils.files import is_plain_path, refuse_link
 from danling.workspace.runs import Run, find_runs

@@ -28,9 +28,11 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from danling.checkpoints import storage
-from danling.checkpoints.directory import FILE_SUMS, SUFFIX, SUMS, TARGETS, is_target
+from danling.checkpoints.checkpoint_store import SUFFIX
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointNotFound
+from danling.checkpoints.file_store import FILE_SUMS
 from danling.checkpoints.manifest import Manifest, Record, is_name, to_delete
+from danling.checkpoints.target_store import SUMS, TARGETS, is_target
 
 from .store import RemoteMissing, RemoteStore, check_url
 

@@ -16,7 +16,7 @@ from support.processes import child
 from support.saves import KINDS, go_on, load, make_manager, record_saves
 
 from danling.checkpoints import CheckpointDamaged, storage
-from danling.checkpoints.directory import TargetStore
+from danling.checkpoints.target_store import TargetStore
 from danling.cli.main import main
 from danling.cli.verify import verify
 

@@ -57,7 +57,13 @@ STATEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "evaluation": (400, ("training/evaluation.py", "training/results.py")),
     "save": (
         600,
-        ("training/saving.py", "checkpoints/manager.py", "checkpoints/directory.py", "checkpoints/torch_files.py"),
+        (
+            "training/saving.py",
+            "checkpoints/manager.py",
+            "checkpoints/directory.py",
+            "checkpoints/file_store.py",
+            "checkpoints/torch_files.py",
+        ),
     ),
     "main": (
         300,

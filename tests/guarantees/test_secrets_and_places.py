@@ -22,7 +22,8 @@ from support.toys import Small
 from support.toys import settings as toy_settings
 
 import danling as dl
-from danling.checkpoints.directory import FileStore, newest_record
+from danling.checkpoints.directory import newest_record
+from danling.checkpoints.file_store import FileStore
 
 SECRETS = {
     "hub": {"token": "hf-TOPSECRET-0001", "user": "ann"},

@@ -17,9 +17,9 @@ from support.stacks import AnyStackRunner, needs_deepspeed
 from support.toys import TracingRunner, differences
 
 from danling import RunnerConfig
-from danling.checkpoints.directory import TargetStore
 from danling.checkpoints.manager import Saved
 from danling.checkpoints.manifest import Manifest, Record
+from danling.checkpoints.target_store import TargetStore
 from danling.remote.attach import RemoteStores
 from danling.remote.mirror import RunMirror
 from danling.remote.store import RemoteError, RemoteSettings, open_store

@@ -19,7 +19,9 @@ from support.toys import Small
 from support.toys import settings as toy_settings
 
 from danling.checkpoints import CheckpointError
-from danling.checkpoints.directory import CheckpointStore, FileStore, TargetStore
+from danling.checkpoints.checkpoint_store import CheckpointStore
+from danling.checkpoints.file_store import FileStore
+from danling.checkpoints.target_store import TargetStore
 from danling.reporting.jsonl import JsonLines, read_jsonl
 from danling.stream import DirectoryStore, FileChannel, SQLiteChannel
 from danling.utils.files import open_file, read_bytes, write_atomically

@@ -15,7 +15,7 @@ import torch
 from support.recorded import bounded, record_run
 
 from danling.checkpoints import CheckpointDamaged, storage
-from danling.checkpoints.directory import FILE_SUMS
+from danling.checkpoints.file_store import FILE_SUMS
 from danling.checkpoints.manifest import Manifest
 from danling.checkpoints.torch_files import check_values, read_file
 from danling.cli.main import main

@@ -53,15 +53,8 @@ FUNCTIONS = {
         "write_file",
         "write_mark",
     ],
-    "checkpoints/directory": [
-        "FileStore._make_way",
-        "FileStore._settle",
-        "FileStore.delete",
-        "FileStore.write",
-        "TargetStore.delete",
-        "TargetStore.publish",
-        "TargetStore.sweep",
-    ],
+    "checkpoints/file_store": ["FileStore._make_way", "FileStore._settle", "FileStore.delete", "FileStore.write"],
+    "checkpoints/target_store": ["TargetStore.delete", "TargetStore.publish", "TargetStore.sweep"],
     "cli/inspect": ["read_safetensors"],
     "cli/main": ["_main"],
     "cli/plot": ["run"],
@@ -134,6 +127,8 @@ FUNCTIONS = {
 PARSERS = {
     "checkpoints/exchange": "plain_name",  # index of safetensors
     "checkpoints/directory": "read_manifest",
+    "checkpoints/file_store": "read_manifest",
+    "checkpoints/target_store": "read_manifest",
     "checkpoints/manifest": "plain_name",
     "checkpoints/dcp_index": "plain_name",
     "remote/sources": "is_plain_path",

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from danling.checkpoints.directory import FILE_SUMS, SUFFIX, SUMS, TARGETS
+from danling.checkpoints.checkpoint_store import SUFFIX
+from danling.checkpoints.file_store import FILE_SUMS
 from danling.checkpoints.manifest import Manifest, is_name
+from danling.checkpoints.target_store import SUMS, TARGETS
 from danling.remote.store import RemoteStore
 from danling.remote.stored_run import RunLayout
 
