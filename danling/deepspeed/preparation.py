@@ -16,10 +16,10 @@ from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.reading import ExcludedFromLoading
 from danling.optim import JointOptimizer
 from danling.optim.state import own_dtypes
-from danling.training.checks import listed
 from danling.training.ema import EMA
 from danling.training.model_states import ModelStates
 from danling.training.preparation import ModelPreparation
+from danling.utils.messages import listed
 from danling.utils.tensors import canonical_name
 
 from . import engine as engines

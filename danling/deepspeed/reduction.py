@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from danling.training.checks import listed
 from danling.training.outcome import NonFiniteError
 from danling.training.reduction import GradientReduction, scale_gradients
+from danling.utils.messages import listed
 
 from . import engine as engines
 

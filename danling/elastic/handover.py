@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from danling.distributed import set_collective_timeout
 from danling.reporting import Reporter
-from danling.training.checks import FirstGradients
+from danling.training.first_gradients import FirstGradients
 from danling.training.keys import RandomKeys
 from danling.training.live_state import LiveState
 from danling.training.loop import TrainingLoop

@@ -14,11 +14,11 @@ from danling.data import derive_seed, seed_streams
 from danling.distributed import Domain
 from danling.optim.state import added_names
 from danling.training import peek_target, unpack_batch
-from danling.training.checks import listed
 from danling.training.evaluation import EvaluationForward
 from danling.training.keys import preserved_streams
 from danling.training.model_states import ModelStates
 from danling.training.preparation import ModelPreparation, NamedParameters
+from danling.utils.messages import listed
 from danling.utils.plain import flatten
 from danling.utils.tensors import canonical_name, is_sharded, local_part, shard_like, whole
 

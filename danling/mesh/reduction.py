@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from danling.data.sampler import part
 from danling.distributed import StepTotals
 from danling.training.canonical_sum import CanonicalSum, Tree, order_free_norm
-from danling.training.checks import listed
 from danling.training.reduction import GradientReduction, scale_gradients
 from danling.utils.devices import sent
+from danling.utils.messages import listed
 from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter, with_local_part
 
 from .axes import axes_with

@@ -16,25 +16,21 @@ from danling.training import TrainingSession
 from danling.training.attributes import KeptAttributes
 from danling.training.batches import BatchLoss
 from danling.training.canonical_sum import CanonicalSum
-from danling.training.checks import (
-    ComponentChecks,
-    ExtraStates,
-    FiniteWeights,
-    FirstGradients,
-    GivenMetrics,
-    MetricsInTraining,
-)
+from danling.training.component_checks import ComponentChecks
 from danling.training.evaluation import Evaluator
 from danling.training.extension import Extension
+from danling.training.first_gradients import FirstGradients
 from danling.training.keys import RandomKeys
 from danling.training.live_state import LiveState
 from danling.training.loop import TrainingLoop
+from danling.training.metric_checks import GivenMetrics, MetricsInTraining
 from danling.training.model_states import FrozenWeights
 from danling.training.observer_states import ObserverStates
 from danling.training.phases import Phases, phases_of
 from danling.training.recompute import Recompute, SkippedUpdates
 from danling.training.results import RunResults
 from danling.training.run_state import RunState
+from danling.training.save_checks import ExtraStates, FiniteWeights
 from danling.training.saving import RunSaver
 from danling.training.schedule import Schedule
 from danling.training.update import RunWindow, UpdateStep

@@ -63,7 +63,6 @@ from danling.training.checks import (
     check_retries,
     check_settings,
     misnamed,
-    untied,
 )
 from danling.training.evaluation import EvaluationForward
 from danling.training.model_states import ModelStates
@@ -73,6 +72,7 @@ from danling.training.preparation import ModelPreparation, settle_buckets
 from danling.training.progress_file import ProgressFile
 from danling.training.run_state import StatePart, component_parts, progress_parts
 from danling.training.schedule import mode_of_schedule
+from danling.training.tied_weights import untied
 from danling.utils.hooks import is_overridden
 from danling.utils.tensors import canonical_name
 

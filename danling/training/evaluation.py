@@ -32,8 +32,8 @@ from .batches import (
     prediction_of,
     unpack_batch,
 )
-from .checks import GivenMetrics
 from .keys import RandomKeys
+from .metric_checks import GivenMetrics
 from .recompute import Recompute
 from .results import checked_figures
 from .session import TrainingSession

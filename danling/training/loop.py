@@ -22,7 +22,7 @@ from danling.utils.observers import Observer
 
 from .attributes import KeptAttributes
 from .batches import BatchLoss
-from .checks import ComponentChecks
+from .component_checks import ComponentChecks
 from .evaluation import Evaluator
 from .extension import Extension, StateReplaced
 from .keys import RandomKeys

@@ -20,8 +20,8 @@ from danling.optim.state import (
 )
 from danling.utils.tensors import canonical_name, local_part, whole
 
-from .checks import with_tied_names
 from .ema import EMA
+from .tied_weights import with_tied_names
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner

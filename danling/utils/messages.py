@@ -117,3 +117,9 @@ def _escape(found: re.Match[str]) -> str:
 def is_number(value: object) -> bool:
     """Whether a value is a number; truth values are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first five names as text, with the total number if there are more."""
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown}, ... ({len(names)} in all)"

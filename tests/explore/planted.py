@@ -23,10 +23,10 @@ from danling.runners.torch_runner import TorchRunner
 from danling.training.attribute_snapshot import AttributeSnapshot
 from danling.training.attributes import KeptAttributes
 from danling.training.canonical_sum import CanonicalSum
-from danling.training.checks import FiniteWeights
 from danling.training.ema import EMA
 from danling.training.keys import RandomKeys
 from danling.training.recompute import SkippedUpdates
+from danling.training.save_checks import FiniteWeights
 from danling.training.schedule import Schedule
 from danling.training.window import Window, WindowGradients
 
