@@ -75,13 +75,13 @@ class EMA:
         return start.to(_wide_dtype(tensor.dtype)) if name in self._averaged else start
 
     def _see_buffers(self) -> None:
-        """Find the tensors that are the buffers now: a module may assign a new one in its forward."""
+        """Find the tensors that are the buffers now: a module may assign a new one in its forward, or give the one there another size."""
         for name, (module, key) in self._owners.items():
             live = module._buffers[key]
-            if live is None or live is self._live[name]:
+            if live is None:
                 continue
             before, self._live[name] = self._live[name], live
-            if (live.shape, live.dtype) != (before.shape, before.dtype):
+            if live.shape != self.weights[name].shape or live.dtype != before.dtype:
                 self.weights[name] = self._start_of(name, live)
 
     @cached_property
@@ -170,8 +170,15 @@ class EMA:
                 live.copy_(kept[name])
                 continue
             averaged = live.detach().clone()
+            if live.shape != self.weights[name].shape:
+                live.resize_(self.weights[name].shape)
             live.copy_(self.weights[name])
-            self.weights[name].copy_(averaged)
+            self.weights[name] = self._filled(self.weights[name], averaged)
+
+    @staticmethod
+    def _filled(buffer: Tensor, values: Tensor) -> Tensor:
+        """Return the copy of a buffer with other values, which may be more or fewer."""
+        return buffer.copy_(values) if buffer.shape == values.shape else values.to(buffer, copy=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return `{"weights": tensors by name, "num_updates": int, "buffers": "copy" or "average"}`."""
@@ -189,7 +196,10 @@ class EMA:
             )
         self._see_buffers()
         for name, tensor in weights.items():
-            self.weights[name].copy_(tensor)
+            if name in self._owners:
+                self.weights[name] = self._filled(self.weights[name], tensor)
+            else:
+                self.weights[name].copy_(tensor)
         self.num_updates = int(state.get("num_updates", 0))
         if self.buffers == "copy" and state.get("buffers") != "copy":
             # Those of the checkpoint are averages.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.optim.state import (
@@ -79,7 +79,9 @@ class ModelStates:
                 f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from, or rename the entries."
             )
         here = model.state_dict()
-        _check_shapes({name: here[names[name]] for name in state}, state)
+        sized = _sized_by_modules(model)
+        fixed = {name: value for name, value in state.items() if names[name].rpartition(".")[0] not in sized}
+        _check_shapes({name: here[names[name]] for name in fixed}, fixed)
         dtypes = {name: getattr(value, "dtype", None) for name, value in state.items()}
         self._converted = {name for name in dtypes if dtypes[name] != getattr(here[names[name]], "dtype", None)}
         try:
@@ -139,6 +141,12 @@ class ModelStates:
     def template(self) -> dict[str, Any] | None:
         """Return a state that says how tensors are laid out on this rank; `None` where they are read whole."""
         return None
+
+
+def _sized_by_modules(model: nn.Module) -> set[str]:
+    """Return the names of modules that may give their tensors another size as they load: those of observers follow from what they saw."""
+    loads = {name: type(module)._load_from_state_dict for name, module in model.named_modules()}
+    return {name for name, load in loads.items() if not load.__module__.startswith("torch.nn.modules.")}
 
 
 def _check_shapes(here: Mapping[str, object], state: Mapping[str, object]) -> None:

@@ -251,7 +251,9 @@ class BufferCopies:
             ]
         self._taken = [(registry, name, buffer) for registry in self._registries for name, buffer in registry.items()]
         live = [local_part(buffer) for _, _, buffer in self._taken if buffer is not None]
-        if len(live) == len(self._live) and all(one is other for one, other in zip(live, self._live)):
+        is_same = len(live) == len(self._live) and all(one is other for one, other in zip(live, self._live))
+        # An observer of values gives its buffers their size in the first forward.
+        if is_same and all(one.shape == copy.shape for one, copy in zip(live, self._copies)):
             if live:
                 with torch.no_grad():
                     torch._foreach_copy_(self._copies, live)
@@ -263,6 +265,8 @@ class BufferCopies:
     def put_back(self) -> None:
         """Write the copies into the buffers, which are those that were copied; one that was registered since is left as it is."""
         for buffer, before in zip(self._live, self._copies):
+            if buffer.shape != before.shape:
+                buffer.resize_(before.shape)
             buffer.copy_(before)
         for registry, name, original in self._taken:
             if name in registry:

@@ -87,6 +87,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.nn.Module._buffers": _ALL,
     "torch.nn.Module._call_impl": _ALL,
     "torch.nn.Module._compiled_call_impl": _ALL,
+    "torch.nn.Module._load_from_state_dict": _ALL,
     "torch.nn.Module._modules": _ALL,
     "torch.nn.Module._non_persistent_buffers_set": _ALL,
     "torch.nn.Module._parameters": _ALL,
