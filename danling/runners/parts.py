@@ -68,19 +68,19 @@ class Parts:
     """
 
     elastic: ElasticRanks | None = None
-    """This process among ranks of which any may end; `None` unless `elastic.enabled`."""
+    """This process among ranks that may end at any time; `None` unless `elastic.enabled`."""
     settings_lock: SettingsLock
     """Which settings may still change."""
     calls: CollectiveCalls | None = None
-    """Which method each rank has called; `None` until the process group is there."""
+    """Compares which method each rank calls; `None` until the process group is there, and with `elastic.enabled`."""
 
     def __init__(self, runner: BaseRunner) -> None:
         self.owner = runner
-        """The runner; `TorchParts` has it as `runner`, with the type of one that trains."""
+        """The runner. `TorchParts` has it as `runner` too, typed as a `TorchRunner`."""
         self.closers = Closers()
         self.session = TrainingSession()
         self.extensions: list[Extension] = []
-        """What takes part in a training."""
+        """Extensions that take part in a training."""
 
     def open(self) -> None:
         """Make what needs the configuration and the device."""
@@ -107,7 +107,7 @@ class Parts:
         return stores
 
     def note_hook(self) -> None:
-        """A program has set one of the hooks that are left out where they do nothing."""
+        """Note that the program has set a hook on the runner that loops may leave out. Of this runner, no loop does."""
 
     def join(self) -> None:
         """Make what needs the other ranks. Called on all ranks."""
@@ -133,7 +133,7 @@ class Parts:
             stores.follow(self.run_location)
 
     def finish(self) -> None:
-        """Make what follows the run from where it is restored. Called on all ranks, at the end of construction."""
+        """Make what is needed from the restore on. Called on all ranks, at the end of construction."""
         self.closers.callback(self.data.close)
         self.closers.callback(self.session.end)
 
@@ -146,7 +146,7 @@ class TorchParts(Parts):
     """
 
     elastic_training: ElasticTraining | None = None
-    """What lets the others continue when ranks end; `None` unless `elastic.enabled`."""
+    """Lets the other ranks continue when some end; `None` unless `elastic.enabled`."""
     phases: Phases | None = None
     """The updates of several optimizers by name; `None` for a single optimizer."""
 
@@ -168,7 +168,7 @@ class TorchParts(Parts):
         """What `build_optimizer` returned."""
 
     def prepare(self) -> None:
-        """Make what sums gradients and metrics. The components are known, and not prepared yet."""
+        """Make what sums gradients and metrics. The user has set the components; they are neither on the device nor wrapped yet."""
         runner = self.runner
         self._wrap_metrics()
         self.recompute = Recompute(runner, self.attributes, self.observer_states, self.data, self.train_metrics)
@@ -199,7 +199,7 @@ class TorchParts(Parts):
         return audits
 
     def complete(self) -> None:
-        """Make what trains and evaluates. Model, optimizer, schedule and loaders are prepared."""
+        """Make what trains and evaluates. Model, optimizer, schedule and loaders are ready for training."""
         runner, session = self.runner, self.session
         if self.given_metrics.have_changed():
             # A hook such as `build_dataloaders` has set others.
@@ -300,15 +300,15 @@ class TorchParts(Parts):
         )
         self.elastic_training = training
         self.extensions.append(training)
-        # Before the others, so that they do not hear of an update that is not made.
+        # It raises `MembershipChanged` before the other observers hear of an update that is not made.
         session.observers.insert(0, training)
         if ranks.joins:
             # The other ranks have tried the evaluation, and wait for this one in an update.
             self.evaluator.has_tried = True
 
     def note_hook(self) -> None:
-        """Leave out no hook until the next pass, in which it is looked up which of them do something."""
-        if "loop" in vars(self):  # else the first training looks
+        """Call every hook until the next pass begins, which looks up again which of them do something."""
+        if "loop" in vars(self):  # else the first training looks them up
             self.runner._enters_contexts = True
             self.update.moves_batches = True
             self.loop.has_pass_hook = True
@@ -316,6 +316,7 @@ class TorchParts(Parts):
     def _run_window(self) -> RunWindow:
         """Return what runs the micro-batches of an update."""
         update, config = self.update, self.runner.config
+        # These two run the micro-batches of an update a second time.
         update.keeps_batches = self.runner.fault_tolerance is not None or config.audit.replay_interval is not None
         run_window = update.run_window_that_fits if self.data.finds_micro_batch_size else update.run_window
         if self.audits is None:

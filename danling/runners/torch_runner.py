@@ -113,13 +113,13 @@ class TorchRunner(BaseRunner):
     fault_tolerance: ReplicaMember | None = None
     """This process's replica group among the others; `None` unless `ft.enabled`."""
 
-    # Made after the user's `__init__`; annotated here, as every name that a user may not take.
+    # Made after the user's `__init__`. The annotation reserves the name: a program that sets it is refused.
     precision: Precision
     window: Window
     preparation: ModelPreparation
     _parts: TorchParts
     _enters_contexts = True
-    """Whether `train_step` enters `train_context` and `forward_context`: one of them does something."""
+    """Whether `train_step` has to enter `train_context` and `forward_context`, since at least one of them does something."""
 
     def _make_parts(self) -> TorchParts:
         return TorchParts(self)
@@ -141,7 +141,7 @@ class TorchRunner(BaseRunner):
         self._join_components()
         check_components(self)
         self._parts.prepare()
-        # A replica group takes back updates that it has not committed, by `recompute` of the parts.
+        # After `prepare`, whose `recompute` takes back the updates that the replica groups do not commit.
         self.init_fault_tolerance()
         self.precision = Precision(self.config.precision, self.device)
         self.window = Window(self.placement.optimizer, self.device)
@@ -153,16 +153,16 @@ class TorchRunner(BaseRunner):
             # Weights that the program freezes before the first save are saved too: they may have been trained until then.
             self._parts.frozen.note_trained()
         check_reduced(self)
-        # Over the parameters as the stack has them now: on the device, and divided.
+        # Only now are the parameters on the device, and divided where the stack divides them.
         self._build_optimizer()
         self.build_dataloaders()
-        # The length of the schedule follows from these, and must be the same on all ranks.
+        # A schedule over the whole run takes its length from the loaders, and all ranks must have the same.
         self._parts.data.agree_lengths()
         self.bind_optimizer()
         self._build_scheduler()
         self._parts.keys.see_early_steps(self.optimizer, self._parts.closers)
         check_modes(self)
-        # Schedule-free optimizers keep other weights for evaluations.
+        # Schedule-free optimizers have other weights for evaluations than for training.
         enter_training(self.optimizer)
         self._open_sources()
         if self._parts.canonical is not None:
@@ -271,7 +271,7 @@ class TorchRunner(BaseRunner):
             # The wrapper has made the model's parameters equal on all ranks, and knows no criterion.
             for parameter in self._criterion_tensors("parameters"):
                 self.world.broadcast(parameter.data)
-            # The order in which buckets add matters from three ranks on: a + b is b + a.
+            # The sum of three or more ranks depends on the order in which they are added, and that on the layout of the buckets.
             if self.world.size > 2 and not self._parts.data.finds_micro_batch_size:
                 settle_buckets(self.model, self.world)
 
@@ -452,9 +452,9 @@ class TorchRunner(BaseRunner):
     def train_epoch(self, split: str = "train") -> dict[str, float]:
         """Train the rest of one pass over one split.
 
-        An override returns the metrics of the split. Called by a user, it trains the next pass, and closes the epoch once every split to
-        train on has had its pass: `epoch` is increased, the metrics go into `results`, a schedule by epochs advances. Evaluating and
-        saving are left to the caller; a signal, `stop()` and `max_time` end it as they end `train`.
+        If you override it, return the metrics of the split. If you call it outside of `train`, it trains the next pass. The epoch ends
+        when every split to train on has had its pass: `epoch` is increased, the metrics go into `results`, a schedule by epochs advances.
+        You evaluate and save yourself; a signal, `stop()` and `max_time` end it as they end `train`.
 
         Returns:
             The weighted mean loss of the pass over all ranks and the means of `meters`; empty if the pass was stopped half-way.
@@ -464,8 +464,8 @@ class TorchRunner(BaseRunner):
     def check_layout(self, layout: str, **options: Any) -> LayoutReport:
         """Compare the first updates of this program on a layout with those in one process, as `danling check-layout` does.
 
-        The program is started anew, as it was started, in separate processes; each ends where it comes to this call, or to a training.
-        This runner is left as it is.
+        The program is started again in separate processes, with the same arguments; each ends where it reaches this call or a training.
+        This runner does not change.
 
         Args:
             layout: Axes and their degrees, such as `"shard=2,tensor=2"`; or `"ddp=2"`, `"accelerate=2"`.
@@ -496,11 +496,12 @@ class TorchRunner(BaseRunner):
             scratch: Directory to train in, which is kept; shared by all ranks. `None` takes one that is removed.
 
         Returns:
-            Whether all is the same, which entries of the checkpoints differ, and where figures on the way part; the same on all ranks.
+            Whether all is the same, which entries of the checkpoints differ, and where the logged figures begin to differ; the same on
+            all ranks.
 
         Raises:
             FileNotFoundError: If the run has no checkpoint.
-            ValueError: If it has none at one of these updates, or is training.
+            ValueError: If the run has no checkpoint at one of these updates, or is training.
         """
         result: AuditResult = load("audit").audit_runner(
             self, from_checkpoint, to_checkpoint, scratch, is_training=self._parts.session.running
@@ -510,8 +511,8 @@ class TorchRunner(BaseRunner):
     def on_pass_start(self, split: str) -> None:
         """Called on all ranks at the beginning of a pass over a split to train on, before its first batch is read; override it.
 
-        Make here what a pass begins with, such as `self.carry`: it is not called for the rest of a pass after a resume. Of a stream, the
-        first batch is read before the call, since only that shows whether there is one more pass.
+        Set here what a pass begins with, such as `self.carry`. A run that is resumed within a pass does not call it for the rest of that
+        pass. The first batch of a stream is read before the call, since only that shows whether there is one more pass.
         """
 
     def build_agreement(self) -> PassAgreement:
@@ -594,7 +595,7 @@ class TorchRunner(BaseRunner):
             The prediction and the loss; in an override both may be `None`.
         """
         if type(data) in (tuple, list) and len(data) == 2:
-            # A plain pair, which most batches are: a call costs as much as a small operation.
+            # Most batches are a plain pair. Taken apart here, they save a call, which takes as long as a small operation of torch.
             inputs, target = data
         else:
             inputs, target = unpack_batch(data, self.unwrapped_model)
@@ -618,7 +619,7 @@ class TorchRunner(BaseRunner):
     def backward(self, loss: Tensor) -> None:
         """Back-propagate the loss of the open micro-batch, multiplied by its weight.
 
-        It belongs into a `train_step`, which opens the micro-batch: a loss alone does not say what it weighs.
+        Call it in `train_step`, for which a micro-batch is open: its weight is that of the loss.
 
         Args:
             loss: 0-dim, as the criterion reduced it.
@@ -648,8 +649,9 @@ class TorchRunner(BaseRunner):
         """Make an update of one of several optimizers: a block of `train_step` that calls `self.backward(loss)`.
 
         For `self.optimizer = {"critic": ..., "actor": ...}`. The update is made at the end of the block, in the last micro-batch of a
-        window, so that the next block computes with the new weights. It has a norm, a clipping, a decision and, in float16, a scale of its
-        own. Gradients for parameters of the other optimizers are dropped. `global_step` counts the call of `train_step` once.
+        window, so that the next block computes with the new weights. Each optimizer has its own gradient norm and clipping, its own check
+        whether the update is finite and, in float16, its own scale. Gradients for parameters of the other optimizers are dropped. However
+        many blocks there are, `global_step` grows by one.
 
             with self.optimizing("critic"):
                 self.backward(critic_loss(...))
@@ -698,7 +700,7 @@ class TorchRunner(BaseRunner):
         self.fault_tolerance = member
         member.join_training(parts.extensions)
         self._parts.closers.callback(member.close)
-        # Every forward waits for the other groups.
+        # Every forward waits for the other groups, for which `check_retries` refuses dataloader.micro_batch_size='auto'.
         self.preparation.communication = "ft.enabled=True"
 
     @cached_property
@@ -714,9 +716,9 @@ class TorchRunner(BaseRunner):
             self._wrap()
             self.preparation.note_constructed(self.model)
         self.reduction = self._new_reduction()
-        # Decided here and not at construction, after which the program may have set a method on the runner.
+        # Decided here and not at construction: the program may have set a method on the runner since.
         is_overridden_context = not self._is_plain("train_context", "forward_context")
-        # The reduction of replica groups derives from no `GradientReduction`, and enters the context of the one within it.
+        # That of replica groups is no `GradientReduction`; it enters the context of the reduction that it wraps.
         has_context = getattr(type(self.reduction), "context", None) is not GradientReduction.context
         casts = self.precision.autocast is not no_autocast
         self._enters_contexts = is_overridden_context or has_context or casts
@@ -792,6 +794,7 @@ class TorchRunner(BaseRunner):
     def optimizer_step(self) -> None:
         """Apply a committed update to the weights, with the gradient as it is."""
         if self.reduction.optimizer is not self.optimizer:
+            # Within a phase it is that of the phase; else the program has replaced the optimizer.
             in_phase = self._parts.phases is not None and self._parts.phases.current is not None
             if not in_phase:
                 self.reduction = self._new_reduction()
@@ -1008,7 +1011,7 @@ class TorchRunner(BaseRunner):
         options = options_of(self.optimizer) if self.optimizer is not None else []
         super().load_components(payload, excluded)
         if self.ema is not None and "ema" not in payload:
-            # The averages were begun from the weights before the restore.
+            # The averages began from the weights before the restore: they begin again from the restored ones.
             self.ema.reset()
         if self.optimizer is not None and "optimizer" in payload:
             allows = self.run_state.excluded.allows_setting
@@ -1077,7 +1080,7 @@ class TorchRunner(BaseRunner):
             for sentence in ties:
                 logger.warning("%s", sentence)
         if self.ema is not None:
-            # It was begun from the weights before.
+            # As after a restore.
             self.ema.reset()
         source = "a mapping" if isinstance(checkpoint, Mapping) else checkpoint
         logger.info("Loaded the weights of %s.", source)

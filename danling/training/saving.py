@@ -33,12 +33,13 @@ class RunSaver:
     """Saves the full state of a run, and remembers at which position it was saved.
 
     Attributes:
-        checks: Called before the state is read, also for a save that is prepared for a failure. An exception refuses the save.
+        checks: Called before the state is read, also where a save is prepared in case an evaluation fails. An exception refuses the save.
         before: Called after `checks`, before a save is made. An exception refuses it.
         saved: Called after a save.
         loaded: Called after the run was restored from a checkpoint on disk.
         saved_at: Updates, epochs and attempted updates at the last save.
-        best_elsewhere: Index of the best score if its checkpoint is next to the one that was loaded, and not among the run's own.
+        best_elsewhere: Epoch or update of the best score, if its checkpoint is next to the one that was loaded and not in the directory of
+            this run; else `None`.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class RunSaver:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the last save was made at the present position. A skipped update moves it: the data has advanced."""
+        """Whether the last save was made at the present position. A skipped update moves the position, since the data has advanced."""
         return self.saved_at == self._position
 
     @property
@@ -81,10 +82,10 @@ class RunSaver:
 
     def save(self, *, history: bool = False, best: bool = False) -> None:
         """Save the full state. Called on all ranks."""
-        # Left set where a rank ends in the save: those that are left make it again.
         if self.open is not None and self._opened_at == self._position:
             # One of the same state, earlier in an override of `step`: both are made again as one.
             history, best = history or self.open[0], best or self.open[1]
+        # Left set where a rank ends in the save: those that are left make it again.
         self.open, self._opened_at = (history, best), self._position
         try:
             self._save(history=history, best=best)
@@ -106,9 +107,9 @@ class RunSaver:
                     runner.checkpoint_state(), epoch=epoch, global_step=step, history=history, best=best
                 )
             else:
-                # As a save does, so that all replica groups continue with equal buffers.
+                # A save broadcasts the buffers within its group. Groups that do not save do it too: all continue with equal ones.
                 runner.broadcast_buffers()
-            # Before the actions: the save is made, even if one of them fails.
+            # Noted before the actions: the state is saved, even if one of them fails.
             self.saved_at = self._position
             for action in self.saved:
                 action()
@@ -131,7 +132,7 @@ class RunSaver:
         return True
 
     def _writes(self) -> bool:
-        """Whether this run writes the checkpoint, and not another replica group."""
+        """Whether the checkpoint is written here, and not in another replica group."""
         # A list, so that every extension is asked: its answer may be a collective.
         answers = [extension.saves() for extension in self._extensions]
         return all(answers)
@@ -175,7 +176,7 @@ class RunSaver:
         Args:
             passing: Exceptions that are no failure: they are raised without a save.
         """
-        # Now, while all ranks are here and the state is that of training.
+        # Prepared now, while all ranks are here and the model has the weights of training.
         save = self.prepare_emergency_save()
         step, _ = self.at
         try:
@@ -183,7 +184,7 @@ class RunSaver:
         except passing:
             raise
         except BaseException as error:
-            # KeyboardInterrupt and SystemExit, by which schedulers of trials end a training, lose as much as an error does.
+            # KeyboardInterrupt and SystemExit, by which a search over settings may end a training, lose as much as an error does.
             has_failed = isinstance(error, Exception)
             ending = "failed with" if has_failed else "was ended by"
             what = f"The evaluation after step {step} {ending} {type(error).__name__}"
@@ -203,8 +204,8 @@ class RunSaver:
     def prepare_emergency_save(self) -> Callable[[], bool]:
         """Return a function that saves the present state after a failure, and returns whether it is saved. Called on all ranks.
 
-        The ranks may fail one by one, and a rank that fails alone cannot save a state that all ranks hold or write. So where that is
-        possible, the state is gathered or written here, before the evaluation; else the function saves if all ranks call it.
+        A rank that fails alone cannot save a state that all ranks hold or write. So where a rank may fail alone, the state is gathered or
+        written here, before the evaluation, if the checkpoint manager can do that; else the function saves only if all ranks call it.
         """
         runner = self._runner
         settings = runner.config.checkpoint
@@ -212,7 +213,7 @@ class RunSaver:
         if self.is_saved or settings.load_only:
             return lambda: self.saved_at is not None and self.saved_at[:2] == (step, epoch)
         manager = runner.checkpoint_manager
-        # In a replica group, all ranks fail or none.
+        # All ranks of a replica group fail together.
         may_fail_alone = runner.world_size > 1 and runner.fault_tolerance is None
         can_prepare = hasattr(manager, "prepare_emergency_save") and (
             settings.before_evaluation or manager.saves_on_main_only
@@ -230,7 +231,7 @@ class RunSaver:
 
     def _save_together(self) -> bool:
         """Save if the evaluation has failed on all ranks; return whether it has."""
-        # Each failure has another name: the marks of an earlier one are still in the store.
+        # Each failure has another name, since what ranks have written for an earlier one is still in the store.
         self._failures += 1
         if not all_arrive(f"failed/{self._failures}", seconds=_PATIENCE_SECONDS):
             return False
@@ -246,7 +247,9 @@ def _cast(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def index_of_best_elsewhere(runner: BaseRunner, source: object, stores: RemoteStores | None) -> int | None:
-    """Return the index of the best score, and log it, if its checkpoint is next to the one that was loaded and not among the run's own.
+    """Return the epoch or update of the best score, and log it, if its checkpoint is not in the directory of this run.
+
+    It is then next to the checkpoint that was loaded.
 
     May be called on one rank, which asks the object store.
     """
