@@ -240,11 +240,12 @@ class TorchRunner(BaseRunner):
         sentences += misnamed(self, self._parts.built_optimizer, self._parts.checks.built_scheduler)
         return sentences
 
-    def _is_plain(self, *hooks: str) -> bool:
-        """Whether nothing overrides these hooks of `TorchRunner`: no subclass, no other stack, no attribute of the instance."""
+    def _overrides_any(self, *hooks: str) -> bool:
+        """Whether a subclass, another stack or an attribute of the instance overrides one of these hooks of `TorchRunner`."""
         kind = type(self)
         own = vars(self)
-        return not [hook for hook in hooks if hook in own or getattr(kind, hook) is not getattr(TorchRunner, hook)]
+        found = [hook for hook in hooks if hook in own or getattr(kind, hook) is not getattr(TorchRunner, hook)]
+        return bool(found)
 
     def bind_optimizer(self) -> None:
         """Bind model and optimizer to each other, on stacks that need it, before the scheduler is built."""
@@ -717,13 +718,12 @@ class TorchRunner(BaseRunner):
             self.preparation.note_constructed(self.model)
         self.reduction = self._new_reduction()
         # Decided here and not at construction: the program may have set a method on the runner since.
-        is_overridden_context = not self._is_plain("train_context", "forward_context")
+        overrides_context = self._overrides_any("train_context", "forward_context")
         # That of replica groups is no `GradientReduction`; it enters the context of the reduction that it wraps.
         has_context = getattr(type(self.reduction), "context", None) is not GradientReduction.context
         casts = self.precision.autocast is not no_autocast
-        self._enters_contexts = is_overridden_context or has_context or casts
-        is_plain = type(self).to_device is TorchRunner.to_device and "to_device" not in vars(self)
-        self._parts.update.moves_batches = self.device.type != "cpu" or not is_plain
+        self._enters_contexts = overrides_context or has_context or casts
+        self._parts.update.moves_batches = self.device.type != "cpu" or self._overrides_any("to_device")
         self._parts.skipped.bind()
         if self._parts.phases is not None:
             self._parts.phases.bind()

@@ -258,7 +258,7 @@ class TrainingLoop:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
         runner = self._runner
         self._bind_reduction()
-        self.has_pass_hook = not runner._is_plain("on_pass_start")
+        self.has_pass_hook = runner._overrides_any("on_pass_start")
         runner.window.reduces = True
         runner.window.sum_reduced = self._loss.sums
         runner.window.may_divide_by_zero = self._loss.may_divide_by_zero

@@ -126,7 +126,7 @@ class UpdateStep:
         self.move_source: Callable[[], None] | None = None
         """What moves the position of the data past the batches of the open update; `None` in a loop by hand."""
         self._run_step: Callable[[Callable[[Any], Any], Any], Any] = runner._run_train_step
-        if runner._is_plain("_run_train_step"):
+        if not runner._overrides_any("_run_train_step"):
             # It calls its argument: this does the same without a call of Python's.
             self._run_step = call
         self._own_backward = is_overridden(runner, "backward")
