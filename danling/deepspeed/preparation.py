@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from danling.checkpoints.errors import CheckpointMismatch
 from danling.checkpoints.reading import ExcludedFromLoading
@@ -18,7 +19,7 @@ from danling.optim import JointOptimizer
 from danling.optim.state import own_dtypes
 from danling.training.ema import EMA
 from danling.training.model_states import ModelStates
-from danling.training.preparation import ModelPreparation
+from danling.training.preparation import ModelPreparation, NamedParameters
 from danling.utils.messages import listed
 from danling.utils.tensors import canonical_name
 
@@ -36,6 +37,51 @@ _ADDED = (
 )
 
 
+class ReachedParameters:
+    """Which parameters got a gradient in the open window: an engine takes gradients away from them as they come."""
+
+    def __init__(self) -> None:
+        self._watches: dict[int, RemovableHandle] = {}
+        self._ids: set[int] = set()
+        self._has_stopped = False
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Watch parameters that are not watched yet."""
+        for parameter in parameters if not self._has_stopped else ():
+            if id(parameter) not in self._watches:
+                watch = parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+                self._watches[id(parameter)] = watch
+
+    def begin(self) -> None:
+        """Begin a window, in which no parameter has got a gradient yet."""
+        self._ids.clear()
+
+    def _note(self, parameter: Tensor) -> None:
+        self._ids.add(id(parameter))
+
+    @property
+    def is_all(self) -> bool:
+        """Whether all that are watched got a gradient."""
+        return len(self._ids) == len(self._watches)
+
+    @property
+    def is_none(self) -> bool:
+        """Whether none of them did."""
+        return not self._ids
+
+    def missing(self, named: NamedParameters) -> list[str]:
+        """Return the names of those that are watched and trained and got none."""
+        return [name for name, p in named if p.requires_grad and id(p) in self._watches and id(p) not in self._ids]
+
+    def stop(self) -> None:
+        """Watch no parameter any more."""
+        self._has_stopped = True
+        for watch in self._watches.values():
+            watch.remove()
+        self._watches.clear()
+        self._ids.clear()
+
+
 class EnginePreparation(ModelPreparation):
     """The model in a DeepSpeed engine, which reduces gradients within the backward and may divide weights and optimizer.
 
@@ -49,6 +95,7 @@ class EnginePreparation(ModelPreparation):
         """Names of the parameters in each group of the optimizer; none where DeepSpeed has built it."""
         self.trained: set[str] = set()
         """Names of the parameters that required a gradient when the engine was built."""
+        self.reached = ReachedParameters()
 
     def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
         """Return the model as it is: the engine takes it together with the optimizer."""

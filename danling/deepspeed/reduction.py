@@ -38,8 +38,9 @@ class EngineReduction(GradientReduction):
         self.mean_over = self.domain.size
         self.is_divided = engines.zero_stage(self.engine) > 0
         self._shares: list[Tensor] = []
-        self._reached: set[int] = set()
-        self._watches: list[Any] = []
+        self._reached = runner.preparation.reached
+        # This reduction is made where a pass begins, in which other parameters may be trained than before.
+        self._reached.watch(p for _, p in runner.named_parameters() if p.requires_grad)
 
     @property
     def kept_parameters(self) -> list[nn.Parameter]:
@@ -47,22 +48,13 @@ class EngineReduction(GradientReduction):
         return [parameter for _, parameter in self.runner.named_parameters() if parameter.requires_grad]
 
     def begin(self) -> None:
-        """Broadcast buffers, and watch the window, since the engine takes gradients away as they come."""
+        """Broadcast buffers, and note anew which parameters get a gradient."""
         self.runner.broadcast_buffers()
-        self._reached.clear()
-        if self.runner.window.is_first and not self._watches:
-            trained = {id(p): p for _, p in self.runner.named_parameters() if p.requires_grad}
-            self._watches = [p.register_post_accumulate_grad_hook(self._note) for p in trained.values()]  # type: ignore[no-untyped-call]
-
-    def _note(self, parameter: Tensor) -> None:
-        self._reached.add(id(parameter))
+        self._reached.begin()
 
     def without_gradient(self, trained: set[int]) -> list[str]:
-        """Return the names of trained parameters that got no gradient on this rank in the first window."""
-        if not self._watches:
-            return []
-        named = self.runner.named_parameters()
-        return [name for name, p in named if p.requires_grad and id(p) in trained and id(p) not in self._reached]
+        """Return the names of trained parameters that got no gradient on this rank."""
+        return self._reached.missing((name, p) for name, p in self.runner.named_parameters() if id(p) in trained)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate a loss through the engine, which reduces the gradient in the last backward of a window."""
@@ -120,15 +112,12 @@ class EngineReduction(GradientReduction):
         """Name once the parameters that an update leaves out, of which the engine takes a gradient of zeros."""
         runner = self.runner
         # A rank whose micro-batches have no sample has no gradient at all.
-        if not self._watches or not self._reached:
+        if self._reached.is_all or self._reached.is_none:
             return
-        named = runner.named_parameters()
-        names = [name for name, p in named if p.requires_grad and id(p) not in self._reached]
+        names = self._reached.missing(runner.named_parameters())
         if not names:
             return
-        for watch in self._watches:
-            watch.remove()
-        self._watches = []
+        self._reached.stop()
         # Where no rank has a gradient, the main process has none.
         if runner.is_main_process:
             logger.warning(

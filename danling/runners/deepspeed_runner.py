@@ -97,6 +97,7 @@ class DeepSpeedRunner(TorchRunner):
 
     def _release(self) -> None:
         engine, self.engine = self.engine, None
+        self.preparation.reached.stop()
         engine.destroy()
 
     @property

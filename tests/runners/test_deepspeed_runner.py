@@ -217,16 +217,28 @@ def resume_with_a_pickle(root: Path) -> str:
 
 
 class OneTask(AnyStackRunner):
-    """Has a head for each of two tasks, of which an update uses one."""
+    """Has a head for each of two tasks, of which an update uses one from an epoch on, and may train the second head from the next epoch."""
 
-    def __init__(self, config: Mapping[str, Any], *, alternates: bool) -> None:
+    def __init__(self, config: Mapping[str, Any], *, begins_in: int, thaws: bool) -> None:
         super().__init__(config)
-        self.alternates = alternates
+        self.begins_in, self.thaws = begins_in, thaws
         self.model = Heads(self.model)
+        self.model.heads[1].requires_grad_(not thaws)
+        self.hooks: list[int] = []
+
+    def on_pass_start(self, split: str) -> None:
+        self.unwrapped_model.heads[1].requires_grad_(not self.thaws or self.train_state.epoch > 0)
 
     def train_step(self, data: Any) -> Any:
-        self.unwrapped_model.number = self.train_state.global_step % 2 if self.alternates else None
+        has_begun = self.train_state.epoch >= self.begins_in
+        # The first head first.
+        self.unwrapped_model.number = (self.train_state.global_step + self.begins_in) % 2 if has_begun else None
+        self.hooks.append(hooks_of(self.unwrapped_model))
         return super().train_step(data)
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters())
 
 
 class Heads(nn.Module):
@@ -246,14 +258,18 @@ class Heads(nn.Module):
 
 
 def lines_of_tasks(configs: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the lines about missing gradients of runs that use one head in turn, both, and one."""
+    """Return the lines about missing gradients of runs whose two heads are used in turn, both, in turn at last, and one only at last."""
     found = []
-    for config, alternates in zip(configs, (True, False, True)):
+    cases = [(0, False), (2, False), (1, False), (2, True)]
+    for config, (begins_in, thaws) in zip(configs, cases):
         records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
         handler = logging.handlers.QueueHandler(records)
         logging.getLogger("danling").addHandler(handler)
-        with OneTask(config, alternates=alternates) as runner:
+        with OneTask(config, begins_in=begins_in, thaws=thaws) as runner:
             runner.train()
+            if begins_in < 2:
+                # What is named is not watched any more.
+                assert runner.hooks[0] - hooks_of(runner.unwrapped_model) == len([*runner.model.parameters()])
         logging.getLogger("danling").removeHandler(handler)
         messages = [records.get().getMessage() for _ in range(records.qsize())]
         found.append([message for message in messages if "DeepSpeed takes zeros" in message])
@@ -264,10 +280,10 @@ def lines_of_tasks(configs: list[dict[str, Any]]) -> list[list[str]]:
 @pytest.mark.timeout(200)
 def test_parameters_that_an_update_leaves_out_are_named_once(tmp_path: Path) -> None:
     """DeepSpeed takes zeros, with which momentum and weight decay go on."""
-    sections = [zero(0), zero(0), zero(2)]
+    sections = [zero(0), zero(0), zero(2), zero(0)]
     configs = [settings(tmp_path / str(n), deepspeed=each, **UNSAVED) for n, each in enumerate(sections)]
     for rank, lines in enumerate(run_processes(lines_of_tasks, configs, world_size=2, timeout=150)):
-        assert [len(each) for each in lines] == ([1, 0, 1] if rank == 0 else [0, 0, 0])
+        assert [len(each) for each in lines] == ([1, 0, 1, 0] if rank == 0 else [0, 0, 0, 0])
         assert all("heads.1" in each[0] for each in lines if each)
 
 
