@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from danling.distributed import Domain
+from danling.utils.tensors import has_strided_values, is_plain_tensor
 
 from .meters import Meters
 
@@ -21,8 +22,10 @@ _CPU = torch.device("cpu")
 # What the library saves or restores in another way, or torchmetrics computes again.
 _MANAGED = frozenset({"_update_count", "_computed", "_forward_cache", "_cache", "_to_sync", "training"})
 _LARGEST_ATTRIBUTE = 2**16
-# By chance, one agrees with the mean over its halves.
 _RANDOM_PREDICTIONS = 4
+"""One alone may agree by chance with the mean over its halves."""
+_MOST_DRAWN = 2**22
+"""Most values of a random prediction: that of a language model may take gigabytes."""
 
 
 class MetricSet:
@@ -105,28 +108,31 @@ class MetricSet:
             else:
                 _without_target(name or "metrics", metric.update, pred)
 
-    def no_means(self, pred: Tensor, target: Tensor) -> dict[str, tuple[float, float]]:
+    def no_means(self, pred: Tensor, target: Tensor, *, draws: bool) -> dict[str, tuple[float, float]]:
         """Return the callables that return a number which is no mean over samples, such as F1: that of a batch, and the mean of its halves.
 
-        Each is called three times for a prediction, with a batch that `has_halves`. A model that is not trained yet may predict one
-        class for all samples, of which F1 is zero everywhere: random predictions are tried too.
+        Each is called three times for a prediction.
+
+        Args:
+            pred: A batch that `has_halves`.
+            target: Its target.
+            draws: Whether random predictions are tried too, of a batch of which they `can_be_drawn`. A model that is not trained yet may
+                predict one class for all samples, of which F1 is zero everywhere.
         """
-        samples = len(pred)
-        predictions = [pred]
-        if pred.is_floating_point():
-            generator = torch.Generator(_CPU).manual_seed(0)
-            drawn = [torch.rand(pred.shape, generator=generator, device=_CPU) for _ in range(_RANDOM_PREDICTIONS)]
-            predictions += [each.to(device=pred.device, dtype=pred.dtype) for each in drawn]
+        tried = [(pred, target)]
+        if draws and self._functions:
+            tried += [(each, target[: len(each)]) for each in _random_predictions(pred)]
         # A mean in 16 bits is rounded.
         is_short = any(each.is_floating_point() and each.element_size() < 4 for each in (pred, target))
         tolerance = 1e-2 if is_short else 1e-3
-        half = samples // 2
-        parts = slice(None), slice(half), slice(half, None)
         found: dict[str, tuple[float, float]] = {}
         for name, function in self._functions.items():
-            for prediction in predictions:
+            for prediction, expected in tried:
+                samples = len(prediction)
+                half = samples // 2
+                parts = slice(None), slice(half), slice(half, None)
                 try:
-                    values = [function(prediction[part], target[part]) for part in parts]
+                    values = [function(prediction[part], expected[part]) for part in parts]
                     of_batch, first, second = (float(value) for value in values)
                 # One that sums itself, or needs the whole batch, which shows where it is called for it.
                 except Exception:
@@ -213,6 +219,26 @@ def has_halves(pred: object, target: object) -> bool:
     if not (isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.ndim and target.ndim):
         return False
     return 2 <= len(pred) == len(target)
+
+
+def can_be_drawn(pred: object) -> bool:
+    """Whether random predictions can take the place of one, of two samples at least."""
+    if not isinstance(pred, Tensor) or not pred.is_floating_point():
+        return False
+    return is_plain_tensor(pred) and has_strided_values(pred) and pred.ndim > 0 and _drawn_samples(pred) > 1
+
+
+def _drawn_samples(pred: Tensor) -> int:
+    of_sample = pred.shape[1:].numel()
+    return min(len(pred), _MOST_DRAWN // max(of_sample, 1))
+
+
+def _random_predictions(pred: Tensor) -> list[Tensor]:
+    """Return random predictions of the first samples, the same on each call and rank; the streams of the run do not move."""
+    shape = _drawn_samples(pred), *pred.shape[1:]
+    generator = torch.Generator(_CPU).manual_seed(0)
+    drawn = [torch.rand(shape, generator=generator, device=_CPU) for _ in range(_RANDOM_PREDICTIONS)]
+    return [each.to(device=pred.device, dtype=pred.dtype) for each in drawn]
 
 
 def metrics_by_name(metrics: object) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.data.run_data import RunData
 from danling.distributed import Domain, all_arrive
 from danling.metrics import Meters, MetricSet
-from danling.metrics.collection import has_halves
+from danling.metrics.collection import can_be_drawn, has_halves
 from danling.optim.state import evaluation_weights
 
 from .batches import (
@@ -382,10 +382,12 @@ class Evaluator:
 
     def _name_no_means(self, split: str, tried: tuple[Any, Any] | None) -> None:
         # On all ranks or on none: a metric may communicate, and so may a prediction that is divided over ranks.
-        have_halves = self.runner.placement.optimizer.gather_objects(tried is None or has_halves(*tried))
-        if tried is None or not all(have_halves):
+        mine = (True, True) if tried is None else (has_halves(*tried), can_be_drawn(tried[0]))
+        found = self.runner.placement.optimizer.gather_objects(mine)
+        if tried is None or not all(halves for halves, _ in found):
             return
-        for name, (of_batch, mean) in self._metrics.no_means(*tried).items():
+        draws = all(drawn for _, drawn in found)
+        for name, (of_batch, mean) in self._metrics.no_means(*tried, draws=draws).items():
             if self.runner.is_main_process and name not in self._no_means:
                 logger.warning(
                     "Expected metric %r to be a mean over samples. Received: %.4g for the targets of a batch of split %r, and a mean of "

@@ -17,6 +17,8 @@ from torch.utils.data import Subset, TensorDataset
 from torchmetrics import MeanMetric
 
 import danling as dl
+from danling.metrics import MetricSet
+from danling.metrics.collection import can_be_drawn
 
 
 class Counter:
@@ -279,6 +281,39 @@ def test_f1_is_named_before_training_although_the_model_predicts_one_class(
         runner.train()
     lines = [line for line in caplog.messages if "to be a mean over samples" in line]
     assert [("'f1'" in line, "'accuracy'" in line) for line in lines] == [(True, False)]
+
+
+def test_random_predictions_are_of_few_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a language model would take gigabytes."""
+    monkeypatch.setattr("danling.metrics.collection._MOST_DRAWN", 100)
+    seen: list[tuple[int, int]] = []
+
+    def count(pred: Tensor, target: Tensor) -> float:
+        seen.append((len(pred), len(target)))
+        return 0.0
+
+    pred, target = torch.rand(8, 5, 6), torch.rand(8)
+    assert can_be_drawn(pred)
+    MetricSet({"count": count}).no_means(pred, target, draws=True)
+    assert seen == [(8, 8), (4, 4), (4, 4), *([(3, 3), (1, 1), (2, 2)] * 4)]
+
+
+@pytest.mark.parametrize(
+    "pred",
+    [
+        torch.rand(8, 5, 20),
+        torch.rand(()),
+        torch.rand(1, 2),
+        torch.ones(4, dtype=torch.int64),
+        torch.rand(4, device="meta"),
+        torch.eye(4).to_sparse(),
+        torch.nested.nested_tensor([torch.rand(3), torch.rand(2)], layout=torch.jagged),
+        [torch.rand(4)],
+    ],
+)
+def test_predictions_that_cannot_be_drawn_are_left_alone(pred: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("danling.metrics.collection._MOST_DRAWN", 100)
+    assert not can_be_drawn(pred)
 
 
 def over_ranks(pred: Tensor, target: Tensor) -> Tensor:
