@@ -116,7 +116,7 @@ class KeptAttributes:
             # Too large to be copied: one that was replaced is there again, one that was written to is not.
             for name in values.keys() - kept.keys() if chosen is None else ():
                 is_metric = name == "metrics" or name.startswith("metrics[")
-                if not is_metric and vars(runner).get(name, MISSING) is not values[name]:
+                if not is_metric and getattr(runner, name, MISSING) is not values[name]:
                     setattr(runner, name, values[name])
             for name in own_attributes(runner).keys() - values.keys() if chosen is None else ():
                 if name in vars(runner):

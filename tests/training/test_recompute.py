@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -176,8 +176,11 @@ def test_observer_that_cannot_be_put_back_is_dropped(
 
 
 def test_large_attribute_that_was_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithBank(Noisy):
+        bank: ClassVar = {"rows": torch.zeros(2**10)}
+
     monkeypatch.setattr("danling.training.attributes.REMEMBERED_BYTES", 2**10)
-    with Noisy(tmp_path) as runner:
+    with WithBank(tmp_path) as runner:
         queue, gone = torch.zeros(2**10), torch.ones(2**10)
         runner.queue, runner.gone = queue, gone
         take_back = runner._parts.recompute.remember()
@@ -185,3 +188,4 @@ def test_large_attribute_that_was_replaced_is_put_back(tmp_path: Path, monkeypat
         del runner.gone
         take_back()
         assert runner.queue is queue and not queue.any() and runner.gone is gone
+        assert "bank" not in vars(runner)  # it is the class's, and was not replaced
