@@ -43,7 +43,7 @@ def describe(value: Any, depth: int = _DEPTH) -> object:
 
 
 def series_of(dataset: object) -> dict[str, str]:
-    """Return some values, spread evenly, of the tensors, arrays, lists and ranges in a dataset, by how each is reached from it.
+    """Return some values, from all over them, of the tensors, arrays, lists and ranges in a dataset, by how each is reached from it.
 
     A dataset has its samples, their indices or the names of their files in these, or in objects that have items. Single values
     are left out, such as a rank or a directory, which may differ; so are the directories of files.
@@ -53,10 +53,11 @@ def series_of(dataset: object) -> dict[str, str]:
 
 def _series_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
     if _is_array(value):
-        yield path, repr((tuple(value.shape), [_plain(each) for each in _spread_of_array(value)]))
+        values = _values_at(value, _scattered(math.prod(value.shape)))
+        yield path, repr((tuple(value.shape), [_plain(each) for each in values]))
         return
     if type(value) in (list, tuple, range):
-        step = _step(len(value))
+        step = max(1, len(value) // _VALUES)
         yield path, repr((len(value), [_plain(each) for each in value[::step]]))
     # An object that has no items has no samples: a dataset may know a module, a logger or the runner.
     if depth == 0 or isinstance(value, Tensor) or not hasattr(type(value), "__getitem__"):
@@ -79,21 +80,11 @@ def _attributes(value: object) -> dict[str, object]:
         return {}
 
 
-def _step(length: int) -> int:
-    return max(1, length // _VALUES)
-
-
 def _scattered(size: int) -> Sequence[int]:
     """Return places all over an array: neither the first ones nor those at equal distances, which may be the dark corners of images."""
     if size <= _VALUES:
         return range(size)
     return [_PRIME * number % size for number in range(_VALUES)]
-
-
-def _spread_of_array(value: Any) -> list[object]:
-    """Return some values of a tensor or array, spread evenly."""
-    size = math.prod(value.shape)
-    return _values_at(value, range(0, size, _step(size)))
 
 
 def _values_at(value: Any, places: Sequence[int]) -> list[object]:
