@@ -40,6 +40,7 @@ class MeshPreparation(ModelPreparation):
         super().__init__(runner.world)
         self.topology = runner.topology
         self.pipeline = runner.pipeline_domain
+        self.in_pipeline = self.topology.degree("pipeline") > 1
         self.config = runner.config
         self.recomputes = True
         """Whether the activations of some block are computed again in the backward, where that is asked for."""

@@ -27,6 +27,9 @@ class ModelPreparation:
     a user may replace it.
     """
 
+    in_pipeline = False
+    """Whether this rank has stages of a pipeline, and not the whole model."""
+
     def __init__(self, world: Domain, *, communication: str | None = None) -> None:
         self.world = world
         self.communication = communication

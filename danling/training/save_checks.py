@@ -74,7 +74,7 @@ class ExtraStates:
         """Compare the states at a save. A small collective: called on all ranks."""
         domain = self._runner.placement.optimizer
         # Stages of a pipeline have other modules.
-        if domain.size == 1 or getattr(self._runner, "pipeline", None) is not None:
+        if domain.size == 1 or self._runner.preparation.in_pipeline:
             return
         mine = {}
         for root, owner in (("model", self._runner.unwrapped_model), ("criterion", self._runner.criterion)):

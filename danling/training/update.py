@@ -282,7 +282,7 @@ class UpdateStep:
 
         handles: list[Any] = []
         # The last stage of a pipeline has the loss, of one part of the batch after the other.
-        if getattr(runner, "pipeline", None) is None:
+        if not runner.preparation.in_pipeline:
             handles += [module.register_forward_pre_hook(enter) for module in modules]
             handles += [module.register_forward_hook(leave, always_call=True) for module in modules]
             criterion = runner.criterion if self._phases is None else None
@@ -315,9 +315,8 @@ class UpdateStep:
         if is_last or not self._session.in_step or not runner.reduction.keeps_gradients:
             return
         # A pipeline adds to the gradients later too. Those of a window that has weighed nothing so far are zero anyway.
-        is_whole = getattr(runner, "pipeline", None) is None
         weighs = isinstance(window.weight, Tensor) or window.weight != 0.0
-        if is_whole and weighs:
+        if weighs and not runner.preparation.in_pipeline:
             self._gradients = WindowGradients(runner.reduction.kept_parameters)
 
     # The update

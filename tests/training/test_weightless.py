@@ -52,6 +52,9 @@ class Weighted(dl.Runner):
         super().__init__(config)
         weight = torch.tensor(CLASS_WEIGHTS, dtype=dtype)
         self.how, self.model = how, build(dtype)
+        if self.config.stack_name() == "ddp":
+            # A name of the parallel stack alone, which the program may use on others.
+            self.pipeline = ["tokenize", "pad"]
         self.criterion = (Tempered if how == "criterion" else nn.CrossEntropyLoss)(weight)
         inputs, targets = data_of(size, dtype)
         self.datasets = {"train": [{"input": x, "target": y} for x, y in zip(inputs, targets)]}
