@@ -31,7 +31,7 @@ from danling.data.keyed import KeyedDataset
 from danling.data.randomness import Generators
 from danling.data.source import LiveLoader
 from danling.training import Window
-from danling.training.batches import BatchLoss
+from danling.training.batch_weights import BatchLoss
 from danling.training.keys import RandomKeys
 from danling.training.update import UpdateStep
 from danling.utils.observers import Observers

@@ -14,7 +14,7 @@ from danling.reporting import Reporter
 from danling.reporting.record import RunRecorder
 from danling.training import TrainingSession
 from danling.training.attributes import KeptAttributes
-from danling.training.batches import BatchLoss
+from danling.training.batch_weights import BatchLoss
 from danling.training.canonical_sum import CanonicalSum
 from danling.training.component_checks import ComponentChecks
 from danling.training.evaluation import Evaluator

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from .batch_weights import criterion_weight, model_weight, shifts_labels
 from .batches import (
     TARGET_NAMES,
     call_model,
     count_samples,
     count_tokens,
     criterion_loss,
-    criterion_weight,
     model_loss,
-    model_weight,
     peek_target,
     prediction_of,
-    shifts_labels,
     unpack_batch,
 )
 from .ema import EMA

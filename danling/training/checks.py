@@ -13,7 +13,7 @@ from danling.config.names import ATTRIBUTES_ELSEWHERE, METHODS_ELSEWHERE, closes
 from danling.optim.state import modal
 from danling.utils.hooks import is_overridden
 
-from .batches import criterion_setting, smooths_without_weight
+from .batch_weights import criterion_setting, smooths_without_weight
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner

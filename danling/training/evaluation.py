@@ -19,8 +19,8 @@ from danling.metrics import Meters, MetricSet
 from danling.metrics.collection import can_be_drawn, has_halves
 from danling.optim.state import evaluation_weights
 
+from .batch_weights import BatchLoss
 from .batches import (
-    BatchLoss,
     call_model,
     check_returned,
     count_samples,

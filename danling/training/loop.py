@@ -21,7 +21,7 @@ from danling.utils.hooks import is_overridden
 from danling.utils.observers import Observer
 
 from .attributes import KeptAttributes
-from .batches import BatchLoss
+from .batch_weights import BatchLoss
 from .component_checks import ComponentChecks
 from .evaluation import Evaluator
 from .extension import Extension, StateReplaced

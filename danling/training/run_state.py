@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
     from danling.runners.torch_runner import TorchRunner
 
-    from .batches import BatchLoss
+    from .batch_weights import BatchLoss
     from .extension import Extension
     from .model_states import FrozenWeights
     from .phases import Phases

@@ -32,7 +32,8 @@ from danling.utils.hooks import is_overridden
 from danling.utils.tensors import local_part
 
 from .bad_samples import GivenBatches
-from .batches import BatchLoss, check_returned, note_batch, peek_target, prediction_of
+from .batch_weights import BatchLoss
+from .batches import check_returned, note_batch, peek_target, prediction_of
 from .outcome import UNCOMMITTED, NonFiniteError, UpdateOutcome
 from .recompute import Recompute, SkippedUpdates, map_carry
 from .window import Window, WindowGradients

@@ -27,7 +27,8 @@ from danling.training import (
     shifts_labels,
     unpack_batch,
 )
-from danling.training.batches import BatchLoss, returned_loss
+from danling.training.batch_weights import BatchLoss
+from danling.training.batches import returned_loss
 
 
 @pytest.mark.parametrize("name", TARGET_NAMES)
