@@ -20,7 +20,8 @@ class _FirstBatch:
 
     epoch: int
     data: object
-    is_repeated: bool = False
+    repeats: int = 0
+    """Later batches that are equal."""
 
 
 class PassAgreement:
@@ -84,10 +85,13 @@ class PassAgreement:
         # The workers of a loader deliver in turn. The first batches of two passes are of one worker.
         if first is not None and first.epoch == source.epoch:
             if first.data == describe(batch.data):
-                # Of a stream in which all batches are equal, such as one of zeros, nothing follows.
-                first.is_repeated = True
-                return False
-            if first.is_repeated and self.domain.rank == 0:
+                first.repeats += 1
+                # The second batch of the first worker is equal too. Of a stream like that, such as one of zeros, nothing follows.
+                is_over = first.repeats >= source.loader.num_workers
+                if is_over:
+                    self._compared.add(split)
+                return is_over
+            if first.repeats and self.domain.rank == 0:
                 logger.warning(
                     "Two workers read the same data in split %r, so that its samples come several times in a pass. Divide the stream by "
                     "torch.utils.data.get_worker_info(), or set num_workers to 1.",

@@ -190,4 +190,6 @@ def test_workers_that_read_the_same_stream_are_named_once(
     ) as runner:
         runner.train()
         assert runner.train_state.global_step == 2 * updates
+        # Also where all batches are equal: the comparison has an end.
+        assert bool(runner._parts.agreement._compared) == (samples > 1)
     assert sum("Two workers read the same data" in line for line in caplog.messages) == (not divided)
