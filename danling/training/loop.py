@@ -215,6 +215,7 @@ class TrainingLoop:
             stack.enter_context(session.observed())
             # What cannot be trained is refused here, before a tracker is opened and a signal handler installed.
             self.begin_updates()
+            self._update.leave_open()
             runner.model.train()
             runner.open_trackers()
             runner.init_signal_handlers()

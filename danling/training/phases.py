@@ -223,6 +223,13 @@ class Phases:
         window.reset()
         return outcome, requests
 
+    def leave_open(self) -> None:
+        """Forget the gradients and blocks of an update that an exception has ended."""
+        self._used, self._requests, self._has_plain_loss = [], frozenset(), False
+        for phase in self._phases.values():
+            phase.gradients, phase.outcome = [], None
+            phase.window.reset()
+
     def state_dict(self) -> dict[str, Any]:
         """Return skips in a row and the scaler of each phase."""
         states = {}

@@ -141,6 +141,8 @@ class UpdateStep:
         self._has_warned_of_weightless = False
         self._given: list[Batch] = []
         """The micro-batches of the open window."""
+        self._begun_at = 0
+        """Micro-batches of the run when the open window began."""
 
     # Forward and backward
 
@@ -219,6 +221,7 @@ class UpdateStep:
             # An update that the replica groups have not committed leaves it.
             self.move_source = None
             self._given = []
+            self._begun_at = runner.state.train.micro_step
             self.schedule.begin_update()
             if (begins := observers.calls.get("update_started")) is not None:
                 begins()
@@ -358,6 +361,28 @@ class UpdateStep:
         advance, self.move_source = self.move_source, None
         if advance is not None:
             advance()
+
+    def leave_open(self) -> None:
+        """Leave an update that an exception has ended half-way: its samples are trained on again. Called where a training begins."""
+        runner, window = self._runner, self._runner.window
+        if window.count == 0:
+            return
+        if self.skipped.remembers:
+            self.skipped.end(put_back=True)
+        if self._phases is not None:
+            self._phases.leave_open()
+        if self.canonical is not None:
+            self.canonical.drop()
+        runner.zero_gradients()
+        window.reset()
+        self._given, self._gradients, self.move_source = [], None, None
+        runner.state.train.micro_step = self._begun_at
+        if runner.is_main_process:
+            logger.warning(
+                "Update %d was left half-way, and is made again from its first sample. Its gradient is dropped. What else it has changed, "
+                "such as buffers, meters and attributes, stays. To continue exactly, construct the runner again with auto_resume=true.",
+                runner.state.train.global_step + 1,
+            )
 
     def drop_open(self) -> None:
         """Forget what is under way between the ranks, since one of them has ended. No communication."""

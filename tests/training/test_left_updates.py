@@ -1,0 +1,91 @@
+"""A training that an exception has ended within an update, and that the program begins again with the same runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from support.toys import settings
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import danling as dl
+from danling.training import NonFiniteError
+
+INPUTS = torch.linspace(-1.0, 1.0, 128, dtype=torch.float64).reshape(32, 4)
+TARGETS = INPUTS.sin()[:, :2].roll(1, 0)
+UPDATES = 6
+FAILS_AT = 5
+"""The micro-batch, of two in an update, at whose end the program fails: the first one of the third update."""
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+class Failing(dl.Runner):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model, self.criterion = make(), nn.MSELoss()
+        self.datasets = {"train": TensorDataset(INPUTS, TARGETS)}
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        if self.config.kind == "of a phase":
+            self.optimizer = {"all": self.optimizer}
+        self.left = [self.config.kind]
+
+    def train_step(self, data: Any) -> Any:
+        inputs, targets = data
+        loss = functional.mse_loss(self.model(inputs), targets)
+        fails = self.left and self.train_state.micro_step + 1 == FAILS_AT
+        if fails and self.left[0] == "not finite":
+            self.left.clear()
+            loss = loss * float("nan")
+        if self.config.kind == "of a phase":
+            with self.optimizing("all"):
+                self.backward(loss)
+        else:
+            self.backward(loss)
+        if fails and self.left:
+            self.left.clear()
+            raise KeyboardInterrupt if self.config.kind == "interrupted" else RuntimeError("a bad sample")
+        return None, loss
+
+    def optimizer_step(self) -> None:
+        if self.left and self.config.kind == "in the step" and self.train_state.global_step == 2:
+            self.left.clear()
+            raise RuntimeError("before the step")
+        super().optimizer_step()
+
+
+def train(config: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
+    with Failing(config) as runner:
+        with pytest.raises((RuntimeError, NonFiniteError, KeyboardInterrupt)):
+            runner.train()
+        assert runner.train_state.global_step == 2 and not runner.left
+        runner.train()
+        return {name: value.clone() for name, value in runner.model_state_dict().items()}, runner.train_state.micro_step
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", ["raised", "interrupted", "not finite", "in the step", "of a phase"])
+def test_an_update_that_was_left_is_made_again_from_its_first_sample(
+    kind: str, world_size: int, tmp_path: Path
+) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for update in range(UPDATES):
+        batch = torch.arange(8 * update, 8 * update + 8) % 32
+        optimizer.zero_grad()
+        functional.mse_loss(model(INPUTS[batch]), TARGETS[batch]).backward()
+        optimizer.step()
+    loader = {"batch_size": 4 // world_size, "shuffle": False}
+    config = settings(tmp_path, steps=UPDATES, accum_steps=2, dataloader=loader, kind=kind)
+    for found, micro_steps in run_processes(train, config, world_size=world_size):
+        torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=1e-12)
+        assert micro_steps == 2 * UPDATES
