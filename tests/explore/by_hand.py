@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from .spec import ADAPTIVE, Evaluation, MicroBatch, Optimizer, Program, Record, Schedule, Update, taken_apart
 
 Window = list[list[MicroBatch]]  # of an update: for each pass through `train_step`, the micro-batches of the ranks
-CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 0.0], dtype=torch.float64)
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {}),
     "momentum": ("SGD", {"momentum": 0.9}),
@@ -43,8 +42,9 @@ def windows(program: Program, given: Record, ranks: int) -> Iterator[tuple[Windo
     if program.data.source == "iterable" or program.data.sampler:  # each rank reads all of it, each worker its part
         workers = 1 if program.data.sampler else settings.num_workers or 1
         shares, stretch = [len(range(worker, program.data.train, workers)) for worker in range(workers)] * ranks, size
-    keeps = settings.drop_last is False  # the default drops what does not fill a batch
-    length = sum(share if keeps else share - share % stretch for share in shares)
+    length = sum(
+        share if settings.drop_last is False else share - share % stretch for share in shares
+    )  # the default drops a rest
     window: Window = []
     read = in_window = 0
     for row in zip(*([micro for micro in given.micro_batches if micro.rank == rank] for rank in range(ranks))):
@@ -84,7 +84,7 @@ def weight_of(program: Program, target: Tensor) -> float:
     classes, ignored = target.long(), -100 if criterion.kind == "in_model" else criterion.ignore_index
     if ignored is not None:
         classes = classes[classes != ignored]
-    weights = CLASS_WEIGHTS.clamp_min(0.25) if criterion.label_smoothing else CLASS_WEIGHTS
+    weights = torch.tensor(criterion.weights, dtype=torch.float64)
     return float(weights[classes % 4].sum()) if criterion.class_weights else float(classes.numel())
 
 
@@ -148,7 +148,10 @@ class Phase:
     def divide(self, by: float) -> None:
         """Divide the gradient, and look whether the update can be made."""
         self.gradients = {number: gradient / by for number, gradient in self.gradients.items()}
-        self.norm = math.sqrt(sum(float(each.abs().double().square().sum()) for each in self.gradients.values()))
+        sizes = [
+            each.abs().to(torch.promote_types(each.abs().dtype, torch.float32)) for each in self.gradients.values()
+        ]
+        self.norm = math.sqrt(sum(float(each.square().sum()) for each in sizes))
         self.is_made = self.weight > 0 and math.isfinite(self.norm) and math.isfinite(self.loss)
 
     def step(self, max_norm: float | None, max_value: float | None) -> None:

@@ -28,6 +28,8 @@ DEPENDS_ON_PROCESSES = "changed within the first update"
 """A part of the sentence that names what makes the bits depend on the number of processes."""
 OTHER_MODULES = "Not all ranks run the same modules in the same order"
 """How the report of a hang names ranks that use different blocks."""
+HUGE = 1e17
+"""A loss of a program whose gradients will not be finite."""
 UNSAVED_STATES = {State("runner", "by_object"): UNSAVED, State("dataset", "plain"): "has no state_dict"}
 """What no checkpoint holds, with a part of the sentence that says so."""
 
@@ -571,6 +573,9 @@ def has_diverged(runs: Runs, left: Record) -> bool:
     """Whether the loop by hand, in the dtypes of the program, has no finite update either where the run was ended."""
     if not left.updates or not left.initial:
         return False
+    # In which update the squares of its gradients are too large for float32, rounding decides.
+    if abs(left.micro_batches[-1].loss or 0.0) > HUGE:
+        return True
     own = by_hand.expected(runs.plain, runs.parts, left, exact=False)
     return own.refused is not None and own.steps == left.refused_after
 

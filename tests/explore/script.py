@@ -326,8 +326,7 @@ class Script:
         if criterion.ignore_index is not None:
             options.append(f"ignore_index={criterion.ignore_index}")
         if criterion.class_weights:
-            last = 0.25 if criterion.label_smoothing else 0.0
-            weights = ([1.0, 2.0, 0.5, last] * 3)[: self._outputs()]
+            weights = (criterion.weights * 3)[: self._outputs()]
             options.append(f"weight=torch.tensor({weights}, dtype=torch.{self.program.model.dtype})")
         if criterion.label_smoothing:
             options.append(f"label_smoothing={criterion.label_smoothing}")
