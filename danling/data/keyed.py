@@ -216,6 +216,8 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
     """The dataset, or the copy of it that is iterated."""
     _iterator: Any = field(default=None, init=False)
     _generators: Any = field(default=None, init=False)
+    _end: Mapping[str, Any] | None = field(default=None, init=False)
+    """The place that it was told, where that is the end of the pass: nothing is read then."""
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | None, tuple[Any] | None]]:
         """Yield worker, its place (`None` in this process) and the batch; without a batch where it only takes its turn, or ends."""
@@ -279,6 +281,8 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
 
     def place(self) -> dict[str, object]:
         """Return the number of items, and the state of the dataset or its iterator where they have one."""
+        if self._end is not None:
+            return dict(self._end)
         dataset, iterator = self._read, self._iterator
         held = iterator is not dataset and is_stateful(dataset)
         return {
@@ -298,6 +302,8 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
         if place["over"] or place["epoch"] != self.epoch:
             # A dataset may be at its beginning again by then.
             self._over = bool(place["over"] or items)
+            if place["over"] and place["epoch"] == self.epoch:
+                self._end = place
         elif dataset is None and iterator is None:
             if items and self.share.rank == 0 and self._worker == 0:
                 logger.warning(

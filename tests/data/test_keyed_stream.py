@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy
 import pytest
 import torch
 from support.datasets import check_resume, drain, read, source_over, stateful_loader
+from support.toys import differences
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
@@ -133,6 +135,23 @@ def check(name: str, kind: str, stops: range, **settings: Any) -> None:
 @pytest.mark.parametrize("name", sorted(STREAMS))
 def test_resumes_at_every_position(name: str, kind: str) -> None:
     check(name, kind, range(14))
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+@pytest.mark.parametrize("name", sorted(STREAMS))
+def test_resume_after_the_last_batch_of_a_pass_leaves_the_same_place(name: str, batch_size: int) -> None:
+    """With a last batch that is full, and with one that is not, in which the end of the stream has been seen."""
+    first, second = (source_of(name, "built", batch_size=batch_size, drop_last=False) for _ in range(2))
+    batches = -(-LENGTH // batch_size)
+    assert len(drain(first, batches)) == batches
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    states = []
+    for each in (first, second):
+        assert drain(each) == []
+        each.finish_pass()
+        states.append(each.state_dict())
+        each.close()
+    assert differences(*states) == []
 
 
 _SLOW = pytest.mark.slow
