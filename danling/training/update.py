@@ -521,10 +521,12 @@ class UpdateStep:
             fix = f"The data has {'; '.join(samples[:3])}. Look at that first. If the value is meant: {fix[0].lower()}{fix[1:]}"
         elif all(sample == "" for _, _, sample in found):
             fix = f"The data of the update is finite. {fix}"
-        return NonFiniteError(
-            f"Expected a finite loss and gradient at step {step}. Received: a loss that is not finite on ranks {ranks}, and "
-            f"{where}. {fix}"
-        )
+        received = f"a loss that is not finite on ranks {ranks}, and {where}"
+        if gradients is not None and not ranks and not names:
+            received = (
+                "a norm of the gradient that is not finite, since the squares of its elements are too large to add up"
+            )
+        return NonFiniteError(f"Expected a finite loss and gradient at step {step}. Received: {received}. {fix}")
 
     def _conclude(self, outcome: UpdateOutcome, *, steps_schedule: bool) -> None:
         """Advance everything that moves with an update, or nothing."""
