@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import copy
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
