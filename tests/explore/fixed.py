@@ -42,6 +42,10 @@ FOUND: dict[str, str] = {
         '{"data": {"source": "dataset", "train": 8}, "settings": {"batch_size": null, "global_batch_size": 4, '
         '"gradient_sum": "canonical", "micro_batch_size": 2}, "state": [{"kind": "plain", "where": "dataset"}]}'
     ),
+    "stream-resumed-after-the-last-batch-of-a-pass-has-its-place": (
+        '{"criterion": {"kind": "bce", "reduction": "sum"}, "data": {"form": "mapping", "source": "iterable", "train": 17, "val": 7}, '
+        '"events": [{"at": 3, "kind": "stop"}], "settings": {"async_mode": "disabled", "batch_size": 5, "drop_last": false, "seed": 2}}'
+    ),
     "ranks-of-ddp-that-use-different-blocks-end-with-an-error-of-words": (
         '{"criterion": {"kind": "bce"}, "data": {"source": "list", "train": 15}, "model": {"parts": [{"kind": "complex"}, '
         '{"kind": "sometimes", "parts": [{"kind": "complex"}]}]}, "stack": {"ranks": 2}}'
