@@ -68,10 +68,10 @@ class _Unchecked(NamedTuple):
 class UpdateStep:
     """Makes updates: `run_window` runs the micro-batches of one, `make` closes the window and decides.
 
-    Everything that counts updates advances with an update, or, if it is skipped, nothing does. All methods are called on all ranks,
-    unless they say otherwise.
+    Whatever counts updates advances if the update is made, and does not if it is skipped. All methods are called on all ranks, unless
+    they say otherwise.
 
-    The collaborators are those of `danling.runners.parts`, which makes this one when the model of the runner is prepared.
+    `danling.runners.parts` makes it, with the other parts that it is given, when the model of the runner is prepared.
     """
 
     def __init__(
@@ -121,20 +121,24 @@ class UpdateStep:
         self.recorder: Any = None
         """What records the first updates; see `danling.audit.layout_record`."""
         self.split = ""
+        """The split that is trained on."""
         self.reduces_later = data.finds_micro_batch_size
+        """Whether gradients are reduced over the ranks after the last backward, and not within it."""
         self.log_every = 1024
+        """Updates between two lines of the log."""
         self.rates: list[float | None] = []
+        """The learning rates of the last update of which a line is logged."""
         self.move_source: Callable[[], None] | None = None
         """What moves the position of the data past the batches of the open update; `None` in a loop by hand."""
         self._run_step: Callable[[Callable[[Any], Any], Any], Any] = runner._run_train_step
         if not runner._overrides_any("_run_train_step"):
-            # It calls its argument: this does the same without a call of Python's.
+            # That of `TorchRunner` calls its argument. So does this, which is written in C, with one call less.
             self._run_step = call
         self._own_backward = is_overridden(runner, "backward")
         self.moves_batches = True
         """Whether `to_device` does something."""
         self._gradients: WindowGradients | None = None
-        """What looks whether the gradients of the open window are still there."""
+        """Checks that `train_step` has left the gradients of the open window in place."""
         self._samples_on_device: Tensor | None = None
         self._unchecked: list[_Unchecked] = []
         """Updates that an accelerator has made, whose checks are on their way to the host."""
@@ -175,7 +179,7 @@ class UpdateStep:
         size = source.loader.held_at_once if isinstance(source.loader, DataLoader) else 0
         if size == 0:
             return self.run_window(source, batches, consumed)
-        # A rank that runs out of memory leaves its update. So the collectives that updates have otherwise are made before this one.
+        # A rank that runs out of memory leaves the update. So the collectives that a forward or a first update makes are made before it.
         if runner.preparation.broadcasts_buffers:
             runner.broadcast_buffers()
         if runner.window.agreed_reference is None and runner.placement.optimizer.size > 1:
@@ -218,7 +222,7 @@ class UpdateStep:
         if window.count == 0:
             runner.reduction.begin()
             self._gradients = None
-            # An update that the replica groups have not committed leaves it.
+            # Still set if the replica groups have not committed the update before.
             self.move_source = None
             self._given = []
             self._begun_at = runner.state.train.micro_step
@@ -237,6 +241,7 @@ class UpdateStep:
         may_skip = self.skipped.may_skip or window.weighs_nothing
         if may_skip and window.count == 1 and data is not PLACEHOLDER:
             self.skipped.begin()
+        # Padding has no samples.
         observed = batch.samples != 0
         if observed and (begins := observers.calls.get("micro_batch_started")) is not None:
             begins(data, read=batch.data, samples=samples)
@@ -265,9 +270,10 @@ class UpdateStep:
 
     @contextmanager
     def _cut_forward(self) -> Iterator[None]:
-        """Cut the gradient of a micro-batch that weighs nothing where the model returns, whatever computes the loss from that.
+        """Set the gradient of a micro-batch that weighs nothing to zero at the output of the model, whatever computes the loss from it.
 
-        Only at the outermost call of a module, and within a mesh of the whole model: gradients from other ranks may arrive further in.
+        That is the output of the outermost call of a module. Where ranks share samples, as in a mesh, it is that of the whole model only:
+        gradients from other ranks may arrive at the modules within it.
         """
         runner, depth = self._runner, 0
         own_data = runner.placement.data_replicas == runner.placement.optimizer.size
@@ -285,7 +291,7 @@ class UpdateStep:
                 runner.window.cut(output)
 
         handles: list[Any] = []
-        # The last stage of a pipeline has the loss, of one part of the batch after the other.
+        # The schedule of a pipeline computes the loss of one part of the batch after the other, and sets the gradient of each itself.
         if not runner.preparation.in_pipeline:
             handles += [module.register_forward_pre_hook(enter) for module in modules]
             handles += [module.register_forward_hook(leave, always_call=True) for module in modules]
@@ -310,7 +316,7 @@ class UpdateStep:
             metrics.update(pred.detach() if isinstance(pred, Tensor) else pred, peek_target(data), samples)
 
     def back_propagate(self, scaled: Tensor) -> None:
-        """Add the gradient of a scaled loss to that of the window, which `train_step` must have left in place."""
+        """Add the gradient of a scaled loss to the gradients of the window, which `train_step` must have left in place."""
         runner, window = self._runner, self._runner.window
         if self._gradients is not None:
             self._gradients.check(runner.named_parameters(), window.count)
@@ -318,7 +324,7 @@ class UpdateStep:
         is_last = window.reduces or self._phases is not None
         if is_last or not self._session.in_step or not runner.reduction.keeps_gradients:
             return
-        # A pipeline adds to the gradients later too. Those of a window that has weighed nothing so far are zero anyway.
+        # Not in a pipeline, which adds to the gradients later, nor in a window that has weighed nothing so far, whose gradients are zero.
         weighs = isinstance(window.weight, Tensor) or window.weight != 0.0
         if weighs and not runner.preparation.in_pipeline:
             self._gradients = WindowGradients(runner.reduction.kept_parameters)
@@ -488,14 +494,14 @@ class UpdateStep:
         return GivenBatches(self._given, source, source.epoch)
 
     def _check_before(self, step: int | None) -> None:
-        """Check what updates before one have left to be checked; those of all updates for `None`."""
+        """Check what an accelerator has reported of the updates before `step`, or of all updates for `None`."""
         # Several optimizers leave a check each in one update.
         while self._unchecked and (step is None or self._unchecked[0].step < step):
             unchecked = self._unchecked.pop(0)
             finite, *weighs = unchecked.checks.read()
             if not finite:
                 self._unchecked.clear()
-                # The gradients of that update are gone.
+                # Without names of gradients, since those of that update have been dropped.
                 raise self._nonfinite_error(unchecked.step, unchecked.nonfinite, None, unchecked.given)
             if weighs == [False] and not self._has_warned_of_weightless:
                 self._has_warned_of_weightless = True
@@ -531,7 +537,7 @@ class UpdateStep:
     def _conclude(self, outcome: UpdateOutcome, *, steps_schedule: bool) -> None:
         """Advance everything that moves with an update, or nothing."""
         runner, train = self._runner, self._runner.state.train
-        # Also of a skipped update, which has read them.
+        # A skipped update counts here too, since it has read its samples.
         if not isinstance(outcome.samples, Tensor):
             train.samples += int(outcome.samples)
         else:
@@ -557,7 +563,7 @@ class UpdateStep:
         self.warn_of_skip("", train.consecutive_skips, outcome.reason)
 
     def warn_of_skip(self, whose: str, skips: int, reason: str | None) -> None:
-        """Log a skipped update, and end the training after too many in a row. `whose` names one of several optimizers."""
+        """Log a skipped update, and end the training after too many in a row. `whose` is text that names one of several optimizers."""
         step, limit = self._runner.state.train.global_step + 1, self._runner.config.max_skipped_updates
         logger.warning("Update %d%s was skipped (%s).", step, whose, reason)
         if limit is not None and skips > limit:
@@ -575,19 +581,19 @@ class UpdateStep:
             self._runner.state.train.samples += int(counted)
 
     def raise_pending_error(self) -> None:
-        """Raise now what an update on an accelerator left to be checked. Called before anything is saved or evaluated."""
+        """Wait for the checks of the updates that an accelerator has made, and raise their error. Called before a save or an evaluation."""
         self.read_samples()
         self.check_made()
         self._session.observers.notify("results_needed")
 
     def check_made(self) -> None:
-        """Raise what updates have left to be checked, before their weights are evaluated. Called on all ranks."""
+        """Raise the error of updates that are made and not checked yet, before their weights are read. Called on all ranks."""
         self._check_before(None)
         if self.norms is not None:
             self.norms.settle()
 
     def log_pending_error(self) -> None:
-        """Log what would be raised with the next update, where none follows. May be called on one rank."""
+        """Log the error that the next update would raise, where none follows. May be called on one rank."""
         left, self._unchecked = self._unchecked, []
         with suppress(RuntimeError):  # a device that has failed cannot be read
             bad = next((each.step for each in left if not each.checks.read()[0]), None)
@@ -611,7 +617,7 @@ def _checks_on_device(totals: StepTotals, grad_norm: Tensor) -> Tensor:
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those within it, but for compiled ones, in whose graph a hook would be."""
+    """Yield a module and those within it, but none that is compiled, whose graph a hook would become part of."""
     if getattr(module, "_compiled_call_impl", None) is None:
         yield module
         for child in module.children():

@@ -36,10 +36,11 @@ class Window:
         self.fixed_reference: float | None = None
         """The reference where it must depend on neither ranks nor batches, as for the canonical sum; `None` elsewhere."""
         self.sum_reduced = False
+        """Whether the criterion sums the losses of a micro-batch, and does not average them."""
         self.may_divide_by_zero = True
-        """Whether the loss of a micro-batch that weighs nothing may have a gradient of NaN; read where the weight is on a device."""
+        """Whether the loss of a micro-batch that weighs nothing may have a gradient of NaN; read if only the device knows the weight."""
         self.is_first = True
-        """Whether this process has not looked at the gradients of an update yet."""
+        """Whether this process has made no update yet."""
         self.reduces = True
         """Whether the open micro-batch is the last one, whose backward reduces the gradient over the ranks."""
         self.reset()
@@ -62,7 +63,7 @@ class Window:
         self._is_cut = False
 
     def set_current(self, weight: float | Tensor) -> None:
-        """Set the weight of the losses that follow: of a part of the open micro-batch."""
+        """Set the weight of the losses that follow, which are those of a part of the open micro-batch."""
         self.current = weight
         self.weighs_nothing = isinstance(weight, float) and weight == 0.0
         self.may_weigh_nothing = isinstance(weight, Tensor) or weight == 0.0
@@ -76,7 +77,7 @@ class Window:
                 self._reference = self.fixed_reference
             elif self.domain.size > 1:
                 if self.agreed_reference is None:
-                    # References that differ between ranks would weigh the ranks against each other: one is fixed for the whole run.
+                    # With another reference on each rank, the ranks would count differently: one is fixed for the whole run.
                     largest = self.domain.all_reduce(torch.tensor(float(weight), dtype=torch.float64), "max").item()
                     self.agreed_reference = largest or None
                 self._reference = self.agreed_reference or 1.0
@@ -154,7 +155,7 @@ class Window:
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
 
     def _add_on_device(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add a loss in float64 without waiting for the device: a number that is copied from the host to a new tensor would wait for it."""
+        """Add a loss in float64. No number goes from the host into a new tensor on the device, for which the host would wait."""
         bad = ~torch.isfinite(loss)
         if isinstance(weight, Tensor):
             weighs = weight > 0
