@@ -355,7 +355,7 @@ class TorchRunner(BaseRunner):
             options: Further arguments of the model's own `save_pretrained`, such as `max_shard_size`.
         """
         model = check_pretrained(self.unwrapped_model)
-        self._parts.update.check_made()
+        self._parts.update.check_updates_made()
         if averaged and self.ema is None:
             raise ValueError("Expected averaged weights. Received: ema.enabled=False. Leave averaged=True out.")
         if averaged is None and self.ema is not None:

@@ -133,7 +133,7 @@ class Evaluator:
         runner = self.runner
         self._data.check(split)
         self.check_metrics()
-        self._update.check_made()  # its weights may be NaN
+        self._update.check_updates_made()  # its weights may be NaN
         quick = runner.config.audit.quick
         if quick is not None:
             limit = quick if limit is None else min(limit, quick)
@@ -412,7 +412,7 @@ class Evaluator:
 
     def infer(self, split: str) -> list[Any]:
         """Return the predictions of a split in the order of the dataset, the same on all ranks."""
-        self._update.check_made()
+        self._update.check_updates_made()
         with self._entered(split, "infer"):
             source = self._source(split)
             self._log_order(split, None, source)
@@ -421,7 +421,7 @@ class Evaluator:
 
     def stream_batches(self, split: str) -> Iterator[list[Any]]:
         """Yield the predictions of this rank by batch. Between two batches the caller may train or stop."""
-        self._update.check_made()
+        self._update.check_updates_made()
         source = self._source(split)
         self._log_order(split, None, source)
         batches = self._pass_over(source)

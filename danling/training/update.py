@@ -583,10 +583,10 @@ class UpdateStep:
     def raise_pending_error(self) -> None:
         """Wait for the checks of the updates that an accelerator has made, and raise their error. Called before a save or an evaluation."""
         self.read_samples()
-        self.check_made()
+        self.check_updates_made()
         self._session.observers.notify("results_needed")
 
-    def check_made(self) -> None:
+    def check_updates_made(self) -> None:
         """Raise the error of updates that are made and not checked yet, before their weights are read. Called on all ranks."""
         self._check_before(None)
         if self.norms is not None:
