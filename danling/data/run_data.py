@@ -224,8 +224,8 @@ class RunData:
 
     # Updates
 
-    def undivided(self) -> int:
-        """Return the micro-batches of an update that is not divided."""
+    def accum_steps(self) -> int:
+        """Return how many micro-batches make an update where the library does not divide it: see `division`."""
         return self._run.accum_steps if self._own_accum_steps else int(self._run.config.accum_steps)
 
     def division(self, split: str | None = None) -> Division | None:
@@ -290,7 +290,7 @@ class RunData:
                 if isinstance(loader, DataLoader) and loader.division is not None:
                     lengths[split] = -(-loader.order.end // loader.division.samples)
                 else:
-                    lengths[split] = -(-len(loader) // self.undivided())
+                    lengths[split] = -(-len(loader) // self.accum_steps())
             except (TypeError, NotImplementedError):
                 lengths[split] = None
         return lengths
@@ -402,7 +402,7 @@ class RunData:
                     "`self.datasets`."
                 )
             trained = self._is_trained(split)
-            context = LoaderContext(share, self.undivided(), run.is_main_process, trained, self._session)
+            context = LoaderContext(share, self.accum_steps(), run.is_main_process, trained, self._session)
             loader.bind_context(context, run)
         own_state = bool(self.settings(split).get("own_state"))
         return open_source(loader, **share._asdict(), reads=run.placement.reads_data, own_state=own_state)

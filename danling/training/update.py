@@ -153,7 +153,7 @@ class UpdateStep:
     def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
         """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run."""
         runner, window = self._runner, self._runner.window
-        size, agreement = self._data.undivided(), self._agreement
+        size, agreement = self._data.accum_steps(), self._agreement
         run: Callable[[Batch, Callable[[Any], object]], object] = self.run
         if self.canonical is not None:
             run = partial(self.canonical.run, self)

@@ -160,9 +160,9 @@ def test_a_split_has_the_common_settings_and_its_own() -> None:
 
 def test_undivided_update_follows_the_current_configuration() -> None:
     run = Run("train", dataloader={"batch_size": 5}, accum_steps=3)
-    assert (run.data.division(), run.data.batch_size, run.data.undivided()) == (None, 5, 3)
+    assert (run.data.division(), run.data.batch_size, run.data.accum_steps()) == (None, 5, 3)
     run.config["accum_steps"] = 2
-    assert run.data.undivided() == 2
+    assert run.data.accum_steps() == 2
     run.dataloaders["train"] = TorchDataLoader(points(6), batch_size=2)
     assert run.data.batch_size == 2
     assert Run("train").data.batch_size is None
