@@ -87,7 +87,7 @@ class PassAgreement:
             if first.data == describe(batch.data):
                 first.repeats += 1
                 # The second batch of the first worker is equal too. Of a stream like that, such as one of zeros, nothing follows.
-                is_over = first.repeats >= source.loader.num_workers
+                is_over: bool = first.repeats >= source.loader.num_workers
                 if is_over:
                     self._compared.add(split)
                 return is_over
