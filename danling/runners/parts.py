@@ -26,6 +26,7 @@ from danling.training.loop import TrainingLoop
 from danling.training.metric_checks import GivenMetrics, MetricsInTraining
 from danling.training.model_states import FrozenWeights
 from danling.training.observer_states import ObserverStates
+from danling.training.pass_settings import PassSettings
 from danling.training.phases import Phases, phases_of
 from danling.training.recompute import Recompute, SkippedUpdates
 from danling.training.results import RunResults
@@ -162,6 +163,7 @@ class TorchParts(Parts):
         self.finite = FiniteWeights(runner)
         self.loss = BatchLoss(runner, self.data)
         self.live_state = LiveState(runner, self.attributes, self.data, self.observer_states)
+        self.pass_settings = PassSettings(runner)
         self.losses = Meters()
         """Loss of the open epoch, or since the last evaluation in step mode."""
         self.built_optimizer: Any = None
@@ -244,6 +246,7 @@ class TorchParts(Parts):
             self.data,
             attributes=self.attributes,
             observer_states=self.observer_states,
+            pass_settings=self.pass_settings,
             reporter=self.reporter,
             closers=self.closers,
             calls=self.calls,

@@ -983,7 +983,7 @@ class TorchRunner(BaseRunner):
             parts.phases,
             parts.extensions,
         )
-        return [*super().progress_parts(), *own]
+        return [*super().progress_parts(), *own, parts.pass_settings.part()]
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the parameters and persistent buffers of the unwrapped model, by name without wrapper prefixes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
@@ -29,6 +29,7 @@ from .keys import RandomKeys
 from .observer_states import ObserverStates
 from .outcome import UNCOMMITTED, UpdateOutcome
 from .pass_agreement import PassAgreement
+from .pass_settings import PassSettings
 from .results import RunResults, checked_figures
 from .schedule import Boundary
 from .session import (
@@ -68,6 +69,7 @@ class TrainingLoop:
         *,
         attributes: KeptAttributes,
         observer_states: ObserverStates,
+        pass_settings: PassSettings,
         reporter: Reporter,
         closers: Closers,
         calls: CollectiveCalls | None,
@@ -93,6 +95,7 @@ class TrainingLoop:
         self._data = data
         self._attributes = attributes
         self._observer_states = observer_states
+        self._pass_settings = pass_settings
         self._reporter = reporter
         self._closers = closers
         self._calls = calls
@@ -609,7 +612,8 @@ class TrainingLoop:
         runner, recompute = self._runner, self._update.recompute
         put_back = recompute.remember(window=False, reads_again=True) if self._driver is not None else None
         try:
-            runner.on_pass_start(split)
+            with self._pass_settings.watched() if self.has_pass_hook else nullcontext():
+                runner.on_pass_start(split)
         except BaseException:
             # An evaluation in it in which the ranks changed: it is called again.
             if put_back is not None:
