@@ -170,7 +170,7 @@ class LayoutRecorder(Observer):
         self._whole = {name: _host(p) for name, p in named if not p.is_meta}
         self._before = {name: int(self._hasher.digest(whole)) for name, whole in self._whole.items()}
 
-    def divided(self) -> None:
+    def note_division(self) -> None:
         """Note which weights are other ones now that the model is divided, and forget the whole ones."""
         for name, parameter in self._runner.named_parameters():
             whole = self._whole.get(name)
@@ -201,8 +201,8 @@ class LayoutRecorder(Observer):
 
     # Within an update
 
-    def took(self, data: object) -> Any:
-        """Return the data of a micro-batch as it is trained on. Called before the forward, on all ranks."""
+    def prepare_batch(self, data: object) -> Any:
+        """Put the model into the mode of the comparison, and return the data of a micro-batch as it is trained on. Called on all ranks."""
         for module in self._runner.unwrapped_model.modules():
             # No dropout, and running statistics; cuDNN has the backward of a recurrent layer in training only.
             module.training = isinstance(module, nn.RNNBase)

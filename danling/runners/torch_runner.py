@@ -148,7 +148,7 @@ class TorchRunner(BaseRunner):
         check_retries(self, finds_micro_batch_size=self._parts.data.finds_micro_batch_size)
         self.materialize_model()
         if self._parts.recorder is not None:
-            self._parts.recorder.divided()
+            self._parts.recorder.note_division()
         if self.config.checkpoint.trainable_only:
             # Weights that the program freezes before the first save are saved too: they may have been trained until then.
             self._parts.frozen.note_trained()

@@ -235,7 +235,7 @@ class UpdateStep:
         self._keys.begin_micro_batch(batch.data, batch.place, window.count)
         data = runner.to_device(batch.data) if self.moves_batches else batch.data
         if self.recorder is not None:
-            data = self.recorder.took(data)
+            data = self.recorder.prepare_batch(data)
         weight, samples = self._loss.weigh(batch, data, training=True)
         window.begin_microbatch(weight, samples)
         may_skip = self.skipped.may_skip or window.weighs_nothing
