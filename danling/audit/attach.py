@@ -88,7 +88,7 @@ class Audits:
             self.runner.observers.append(quick)
             self._extensions.append(quick)
 
-    def see_updates(self, update: UpdateStep) -> None:
+    def attach_to(self, update: UpdateStep) -> None:
         """Let the recorder change batches, and digests travel with the collective of each update."""
         update.recorder = self.recorder
         if self.digests is not None:

@@ -324,5 +324,5 @@ class TorchParts(Parts):
         run_window = update.run_window_that_fits if self.data.finds_micro_batch_size else update.run_window
         if self.audits is None:
             return run_window
-        self.audits.see_updates(update)
+        self.audits.attach_to(update)
         return self.audits.around(run_window)

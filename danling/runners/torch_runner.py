@@ -160,7 +160,7 @@ class TorchRunner(BaseRunner):
         self._parts.data.agree_lengths()
         self.bind_optimizer()
         self._build_scheduler()
-        self._parts.keys.see_early_steps(self.optimizer, self._parts.closers)
+        self._parts.keys.seed_early_steps(self.optimizer, self._parts.closers)
         check_modes(self)
         # Schedule-free optimizers have other weights for evaluations than for training.
         enter_training(self.optimizer)

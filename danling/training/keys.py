@@ -119,7 +119,7 @@ class RandomKeys:
         if runner.device.type != "cpu":
             seed_device(key, runner.device)
 
-    def see_early_steps(self, own: object, closers: ExitStack) -> None:
+    def seed_early_steps(self, own: object, closers: ExitStack) -> None:
         """Seed for each optimizer step within `train_step`, and for what follows in the micro-batch.
 
         Refuses a step there of the runner's own optimizer, but for that of a phase: the runner has not weighed its gradient yet.
