@@ -71,32 +71,7 @@ def build_dataloader(
     is_iterable_of_batches = yields and not is_iterable
     if is_iterable_of_batches or isinstance(dataset, TorchDataLoader):
         return dataset
-    for name in settings:
-        if name not in SETTINGS:
-            raise ValueError(
-                f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {name!r} for split {split!r}."
-                f"{did_you_mean(name, [*SETTINGS, split])}"
-            )
-    if settings.get("own_state"):
-        raise ValueError(
-            f"Expected a StatefulDataLoader in self.dataloaders[{split!r}] with dataloader.own_state=true. Received: a "
-            f"{type(dataset).__name__}, for which the library makes the loader. Leave it out, or set dataloader.<split>.own_state for the "
-            "splits that have one."
-        )
-    if canonical and isinstance(dataset, TokenBudget):
-        raise ValueError(
-            f"Expected micro-batches of a number of samples for split {split!r} with gradient_sum='canonical'. Received: a TokenBudget, "
-            "whose batches have any number. Pack the documents with dl.data.Packed, or set gradient_sum='fast'."
-        )
-    for name in ("batch_size", *sorted(SIZES)):
-        size = settings.get(name)
-        is_open = size is None or (name == "micro_batch_size" and size == AUTO)
-        is_count = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-        if not is_open and not is_count:
-            raise ValueError(
-                f"Expected dataloader.{name} of split {split!r} to be a positive integer. Received: {name}={size!r} "
-                f"({type(size).__name__})."
-            )
+    _check_settings(dataset, settings, split=split, canonical=canonical)
     # Where updates have one size at any number of processes, so have the samples.
     keyed = settings.get("keyed")
     if not keyed:
@@ -104,16 +79,6 @@ def build_dataloader(
     given, division = divide_updates(
         settings, split=split, train=train, world_size=world_size, accum_steps=accum_steps, canonical=canonical
     )
-    if settings.get("num_workers") and not settings.get("in_order", True):
-        raise ValueError(
-            f"Expected dataloader.in_order=True for split {split!r}: batches out of order leave no position to come "
-            "back to. Received: in_order=False. Leave it out, or pass your own loader."
-        )
-    if settings.get("generator") is not None:
-        raise ValueError(
-            f"Expected no dataloader.generator for split {split!r}: its order follows from the run's seed. Received: "
-            f"generator={settings['generator']!r}. Set `seed`, or pass your own `sampler`."
-        )
     options = {"pin_memory": device is not None and pins_memory(device.type), **given, "keyed": keyed}
     # Choices that are left open, and what only loaders of the user's read.
     unset = [
@@ -166,6 +131,46 @@ def build_dataloader(
         raise ValueError(
             f"Expected dataloader settings of split {split!r} that go together. Received: {dict(settings)}. {error}"
         ) from error
+
+
+def _check_settings(dataset: object, settings: Mapping[str, object], *, split: str, canonical: bool) -> None:
+    """Refuse settings of a split that no loader of the library can have, each by itself."""
+    for name in settings:
+        if name not in SETTINGS:
+            raise ValueError(
+                f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {name!r} for split {split!r}."
+                f"{did_you_mean(name, [*SETTINGS, split])}"
+            )
+    if settings.get("own_state"):
+        raise ValueError(
+            f"Expected a StatefulDataLoader in self.dataloaders[{split!r}] with dataloader.own_state=true. Received: a "
+            f"{type(dataset).__name__}, for which the library makes the loader. Leave it out, or set dataloader.<split>.own_state for the "
+            "splits that have one."
+        )
+    if canonical and isinstance(dataset, TokenBudget):
+        raise ValueError(
+            f"Expected micro-batches of a number of samples for split {split!r} with gradient_sum='canonical'. Received: a TokenBudget, "
+            "whose batches have any number. Pack the documents with dl.data.Packed, or set gradient_sum='fast'."
+        )
+    for name in ("batch_size", *sorted(SIZES)):
+        size = settings.get(name)
+        is_open = size is None or (name == "micro_batch_size" and size == AUTO)
+        is_count = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+        if not is_open and not is_count:
+            raise ValueError(
+                f"Expected dataloader.{name} of split {split!r} to be a positive integer. Received: {name}={size!r} "
+                f"({type(size).__name__})."
+            )
+    if settings.get("num_workers") and not settings.get("in_order", True):
+        raise ValueError(
+            f"Expected dataloader.in_order=True for split {split!r}: batches out of order leave no position to come "
+            "back to. Received: in_order=False. Leave it out, or pass your own loader."
+        )
+    if settings.get("generator") is not None:
+        raise ValueError(
+            f"Expected no dataloader.generator for split {split!r}: its order follows from the run's seed. Received: "
+            f"generator={settings['generator']!r}. Set `seed`, or pass your own `sampler`."
+        )
 
 
 def order_setting(sampler: object, settings: Mapping[str, object]) -> dict[str, object]:
