@@ -445,16 +445,17 @@ def _error_of(error: Exception, operation: str, place: str, refused: type[Remote
     if isinstance(error, FileNotFoundError) or no_bucket:
         fix = "Make the bucket, or name another one" if no_bucket else "Name an object that is there"
         return RemoteMissing(f"{expected} {fix}.")
-    if isinstance(error, exceptions.InvalidPathError):
-        return RemoteBadKey(f"{expected} Remove that object.")
-    if isinstance(error, exceptions.AlreadyExistsError):
-        return RemoteExists(f"{expected} Another process has made it.")
-    if isinstance(error, exceptions.PreconditionError):
-        return (RemoteExists if refused is RemoteExists else RemoteConflict)(
-            f"{expected} Another process has changed it."
-        )
-    if isinstance(error, (NotImplementedError, exceptions.NotSupportedError)):
-        return RemoteError(f"{expected} This kind of store cannot do that.")
+    changed = RemoteExists if refused is RemoteExists else RemoteConflict
+    others: list[tuple[type[Exception], type[RemoteError], str]] = [
+        (exceptions.InvalidPathError, RemoteBadKey, "Remove that object."),
+        (exceptions.AlreadyExistsError, RemoteExists, "Another process has made it."),
+        (exceptions.PreconditionError, changed, "Another process has changed it."),
+        (exceptions.NotSupportedError, RemoteError, "This kind of store cannot do that."),
+        (NotImplementedError, RemoteError, "This kind of store cannot do that."),
+    ]
+    for raised, kind, fix in others:
+        if isinstance(error, raised):
+            return kind(f"{expected} {fix}")
     return RemoteUnavailable(f"{expected} Look whether the store can be reached and has room.")
 
 
