@@ -306,8 +306,8 @@ class TorchRunner(BaseRunner):
             for tensor in (*model.parameters(), *model.buffers(), *self._criterion_tensors("parameters")):
                 self.world.broadcast(tensor.data)
             return model
-        several = self.distributed and any(parameter.requires_grad for parameter in model.parameters())
-        options = self.ddp_kwargs() if several else {}
+        is_wrapped = self.distributed and any(parameter.requires_grad for parameter in model.parameters())
+        options = self.ddp_kwargs() if is_wrapped else {}
         if isinstance(self.optimizer, JointOptimizer) and self.optimizer.named:
             self.preparation.wrapper = PhasedModel
         return self.preparation.wrap(model, options, reduces_later=self._parts.data.finds_micro_batch_size)

@@ -33,6 +33,7 @@ class ModelPreparation:
     def __init__(self, world: Domain, *, communication: str | None = None) -> None:
         self.world = world
         self.communication = communication
+        """The setting for which every forward waits for other ranks, for an error text; `None` where there is none."""
         self.wrapper = DistributedDataParallel
         self.extra_reductions: list[ExtraReduction] = []
         """What travels with the one collective of an update."""

@@ -188,7 +188,12 @@ class GradientReduction:
 
 
 class DDPReduction(GradientReduction):
-    """The gradient of a model in DistributedDataParallel, which takes the mean over the ranks in the last backward of a window."""
+    """The gradient of a model in DistributedDataParallel, which takes the mean over the ranks in the last backward of a window.
+
+    Args:
+        runner: The runner.
+        averages: Whose gradients the wrapper leaves to `complete`: those of the criterion's parameters, of the optimizer's, or all.
+    """
 
     def __init__(self, runner: TorchRunner, *, averages: Literal["criterion", "optimizer", "all"]) -> None:
         super().__init__(runner)
