@@ -174,6 +174,8 @@ class BatchSource:
         """The state that was loaded, until a batch is read behind it."""
         self.misfit: ValueError | None = None
         """Why that state does not fit the dataset that is there now."""
+        self.is_of_hook = False
+        """Whether `on_pass_start` has put the dataset into `self.datasets`."""
         self._noted: tuple[int, dict[str, object]] | None = None
         """The pass of which the small attributes of the dataset were noted, and these."""
 
@@ -202,6 +204,12 @@ class BatchSource:
                     "resumed run begins without them. Give it state_dict and load_state_dict, set them in train_epoch from the epoch, or "
                     "return {} from state_dict if they do not matter."
                 )
+        if self.is_of_hook and self.consumed and self.remaining_batches() != 0:
+            found.append(
+                f"{who} was put into self.datasets by on_pass_start, which is not called for the rest of a pass after a resume: that "
+                "reads the dataset that __init__ makes. Replace it in train_epoch, before super().train_epoch(split), from what is saved, "
+                "such as the epoch or an attribute."
+            )
         if is_keyed and self.read.is_ahead:
             found.append(
                 f"{who} has changed its state within a pass, and its {workers} workers read copies from the beginning of the pass: a run "

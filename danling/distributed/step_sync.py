@@ -168,8 +168,9 @@ class GradientNorms:
         shown = ", ".join(f"{norms[rank]:.6g} on rank {rank}" for rank in sorted({*furthest, norms.index(usual)}))
         causes = (
             "A forward that goes around the wrapped model, such as self.unwrapped_model(x) or self.model.module(x) in train_step, leaves "
-            "its gradient on its rank: call self.model(x). Where ranks are meant to have different gradients, set audit.gradient_spread "
-            "to none. If there is no such cause, a chip or a link may be faulty."
+            "its gradient on its rank: call self.model(x). So does the second of two backwards that follow two forwards: call "
+            "self.backward once, with the sum of the losses. Where ranks are meant to have different gradients, set "
+            "audit.gradient_spread to none. If there is no such cause, a chip or a link may be faulty."
         )
         if self._is_wrapped:
             causes = f"{UNUSED_PARAMETER} {causes}"

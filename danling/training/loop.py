@@ -542,11 +542,13 @@ class TrainingLoop:
         begins = source.consumed == 0 and not is_begun
         # Only the first batch of a stream shows whether there is one more pass: see below.
         if begins and source.kind != "window":
+            given = runner.datasets.get(split)
             self._start_pass(split)
             begins = False
             self.begun_pass = (split, source.epoch)
             self.begun_passes += 1
             source = self._data.begin(split)  # the hook may have replaced or extended the dataset
+            source.is_of_hook |= runner.datasets.get(split) is not given
         self._data.agree_lengths()
         batches = read()
         ends_alike = agreement.ends_alike(source)

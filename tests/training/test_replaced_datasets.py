@@ -189,3 +189,16 @@ def test_dataset_replaced_within_a_pass_is_still_refused(tmp_path: Path) -> None
 
     with pytest.raises(ValueError, match="to stay as it is within a pass"):
         train(Late, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "is_named"), [(ReplacedAtStart, True), (Replaced, False), (Told, False)])
+def test_dataset_that_the_hook_of_a_pass_replaces_is_named_at_a_save_within(
+    tmp_path: Path, kind: Any, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(kind, tmp_path / "whole")
+    stops = (7, 9)  # within the second pass, after the end of which the whole run has saved
+    sentence = "was put into self.datasets by on_pass_start"
+    assert sentence not in caplog.text
+    for number, stop in enumerate(stops):
+        train(kind, tmp_path / str(number), stop)
+    assert caplog.text.count(sentence) == is_named * len(stops)
