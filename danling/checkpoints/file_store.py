@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import storage
@@ -35,15 +36,18 @@ class FileStore(CheckpointStore):
                 return candidate
         return None
 
-    def write(self, write: Callable[[storage.HashingWriter], object], records: Sequence[Record]) -> None:
-        """Write one file durably and publish it under the names of the records, in their order."""
+    @contextmanager
+    def publishing(self, records: Sequence[Record]) -> Iterator[storage.HashingWriter]:
+        """Open a new file to write. When the context ends, it is durable, and has the names of the records, in their order."""
         # Before new checksums wait: those of a killed save would be replaced, and its file have none.
         self._settle()
         paths = [self.path(record.name) for record in records]
         for path in paths:
             self._make_way(path)
         staged = storage.staged_name(self.directory)
-        written = storage.write_file(staged, write)
+        with storage.open_new(staged) as writer:
+            yield writer
+        written = writer.size, writer.sha256
         try:
             # Each sync is a barrier: after a power cut, a later rename is never on the disk without the earlier ones.
             for path, record in zip(paths, records):

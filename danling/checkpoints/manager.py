@@ -436,7 +436,8 @@ class FileCheckpointManager(CheckpointManager):
         return True
 
     def _write(self, payload: dict[str, object], records: list[Record]) -> None:
-        self.store.write(lambda writer: torch.save(payload, writer), records)  # type: ignore[arg-type]
+        with self.store.publishing(records) as writer:
+            torch.save(payload, writer)  # type: ignore[arg-type]
         names = [record.name for record in records]
         self._mirrored(records[0], names, put_off=False)
         self._saved(payload, names)

@@ -156,7 +156,8 @@ class RemoteCheckpoints(CheckpointStore):
         ]
         same.sort(key=lambda record: record.name == "latest")
         if found.target is None:
-            self._files.write(partial(self.run.download, found, found.entry), same)
+            with self._files.publishing(same) as writer:
+                self.run.download(found, found.entry, writer)
         else:
             self._bring_target(found, self._targets.path(found.target))
             self._targets.publish(found.target, [record.name for record in same])

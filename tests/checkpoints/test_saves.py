@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -369,18 +370,19 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.begun, self.writes = threading.Event(), threading.Event(), 0
-        original = storage.write_file
+        original = storage.open_new
 
-        def write_file(path: Path, write: Callable[[storage.HashingWriter], object]) -> tuple[int, str]:
+        @contextmanager
+        def open_new(path: Path) -> Iterator[storage.HashingWriter]:
             if storage.STAGED in path.name:
                 self.begun.set()
                 assert self.go.wait(20)
-            size, digest = original(path, write)
+            with original(path) as writer:
+                yield writer
             # An archive of torch's is never that small, and sums always are.
-            self.writes += size > 700
-            return size, digest
+            self.writes += writer.size > 700
 
-        monkeypatch.setattr(storage, "write_file", write_file)
+        monkeypatch.setattr(storage, "open_new", open_new)
 
 
 def test_the_values_of_the_call_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +440,7 @@ def test_an_error_of_the_background_surfaces_at_the_next_save(tmp_path: Path, mo
 
     def save_and_fail(step: int) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(storage, "write_file", _fail)
+            patch.setattr(storage, "open_new", _fail)
             manager.save_checkpoint(payload(step), epoch=0, global_step=step)
             manager._executor.wait()
 
@@ -532,17 +534,17 @@ def test_other_types_are_made_plain_or_refused_by_name() -> None:
 
 
 def _save_and_fail_on_two_ranks(directory: Path) -> list[object]:
-    settings, seen, original = CheckpointSettings(async_mode="async"), [], storage.write_file
+    settings, seen, original = CheckpointSettings(async_mode="async"), [], storage.open_new
     manager = FileCheckpointManager(directory, domain=Domain(), run_id="run", settings=settings, step_mode=True)
     save(manager, 1)
     seen.append(load(manager, manager.find_latest() or ""))
     if manager.domain.rank == 0:
-        storage.write_file = _fail  # type: ignore[assignment]
+        storage.open_new = _fail  # type: ignore[assignment]
     try:
         save(manager, 2)
     except CheckpointError as error:
         seen.append("No space left" in str(error) and type(error).__name__)
-    storage.write_file = original
+    storage.open_new = original
     try:
         manager.load_checkpoint("ckpt-none")
     except CheckpointNotFound:

@@ -199,7 +199,8 @@ def test_places_in_a_crafted_checkpoint_are_not_obeyed(tmp_path: Path) -> None:
     record = newest_record(run / "checkpoints")
     assert record is not None
     store = FileStore(Path("sent"))
-    store.write(lambda writer: torch.save(payload, writer), [replace(record, name="latest")])  # type: ignore[arg-type]
+    with store.publishing([replace(record, name="latest")]) as writer:
+        torch.save(payload, writer)  # type: ignore[arg-type]
     with Reading.from_checkpoint("sent/latest.pth", {"epochs": 2}) as runner:
         runner.train()
         assert runner.dir.parent == Path("experiments/lin").resolve()

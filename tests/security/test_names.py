@@ -53,7 +53,7 @@ FUNCTIONS = {
         "write_file",
         "write_mark",
     ],
-    "checkpoints/file_store": ["FileStore._make_way", "FileStore._settle", "FileStore.delete", "FileStore.write"],
+    "checkpoints/file_store": ["FileStore._make_way", "FileStore._settle", "FileStore.delete", "FileStore.publishing"],
     "checkpoints/target_store": ["TargetStore.delete", "TargetStore.publish", "TargetStore.sweep"],
     "cli/inspect": ["read_safetensors"],
     "cli/main": ["_main"],
