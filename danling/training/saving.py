@@ -82,37 +82,34 @@ class RunSaver:
 
     def save(self, *, history: bool = False, best: bool = False) -> None:
         """Save the full state. Called on all ranks."""
+        runner = self._runner
         if self.open is not None and self._opened_at == self._position:
             # One of the same state, earlier in an override of `step`: both are made again as one.
             history, best = history or self.open[0], best or self.open[1]
         # Left set where a rank ends in the save: those that are left make it again.
         self.open, self._opened_at = (history, best), self._position
         try:
-            self._save(history=history, best=best)
+            with self._session.saving():
+                for check in (*self.checks, *self.before):
+                    check()
+                step, epoch = self.at
+                if self._writes():
+                    runner.checkpoint_manager.save_checkpoint(
+                        runner.checkpoint_state(), epoch=epoch, global_step=step, history=history, best=best
+                    )
+                else:
+                    # A save broadcasts the buffers within its group. Groups that do not save do it too: all continue with equal ones.
+                    runner.broadcast_buffers()
+                # Noted before the actions: the state is saved, even if one of them fails.
+                self.saved_at = self._position
+                for action in self.saved:
+                    action()
         except MembershipChanged:
             if not self._session.in_update:
                 raise
             # What follows in an override of `step` is run once; the save is made again where the ranks have been formed.
             return
         self.open = None
-
-    def _save(self, *, history: bool, best: bool) -> None:
-        runner = self._runner
-        with self._session.saving():
-            for check in (*self.checks, *self.before):
-                check()
-            step, epoch = self.at
-            if self._writes():
-                runner.checkpoint_manager.save_checkpoint(
-                    runner.checkpoint_state(), epoch=epoch, global_step=step, history=history, best=best
-                )
-            else:
-                # A save broadcasts the buffers within its group. Groups that do not save do it too: all continue with equal ones.
-                runner.broadcast_buffers()
-            # Noted before the actions: the state is saved, even if one of them fails.
-            self.saved_at = self._position
-            for action in self.saved:
-                action()
 
     def save_last(self, *, signalled: bool) -> bool:
         """Save where a training ends, unless that is saved, and return whether it is. Called on all ranks.
