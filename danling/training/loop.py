@@ -168,14 +168,11 @@ class TrainingLoop:
             train = self._train_steps if runner.is_step_mode else self._train_epochs
             self._train_on = partial(train, splits, evaluated)
             self.is_at_boundary = False
-            self._through_changes(self._train_on)
-
-    def _through_changes(self, train: Callable[[], None], then: Callable[[], None] | None = None) -> None:
-        """Train, and begin again from the state as it is whenever the ranks change, as a resumed run does; then do what follows."""
-        if self._driver is not None:
-            self._driver.train(train, then)
-        else:
-            (then or train)()
+            if self._driver is None:
+                train(splits, evaluated)
+            else:
+                # Begins again from the state as it is whenever the ranks change, as a resumed run does.
+                self._driver.train(self._train_on)
 
     def check_trainable(self) -> None:
         """Refuse a closed runner, and an optimizer that does not take the gradient as it is. Called on all ranks."""
@@ -240,7 +237,10 @@ class TrainingLoop:
                 late = first_stop(self._update.sync.take_pending_requests())
                 session.stop_reason = session.stop_reason or late
                 if session.stop_reason is not None or whole:
-                    self._through_changes(self._train_on, self._finish)
+                    if self._driver is None:
+                        self._finish()
+                    else:
+                        self._driver.train(self._train_on, self._finish)
             except Exception as error:
                 self._fail(error)
                 raise
