@@ -245,6 +245,10 @@ def _run_actions() -> dict[str, Any]:
         if ranks.rank == last:
             _fail_in(kind)
 
+    def fail_in_context(kind: str) -> None:
+        with ranks.failing_together():
+            fail_on_last(kind)
+
     try:
         ranks.on_first(lambda: lambda: None)
         unsendable = "nothing"
@@ -255,6 +259,7 @@ def _run_actions() -> dict[str, Any]:
         "own": ranks.on_all(lambda: ranks.rank),
         "first": _errors_of(lambda kind: ranks.on_first(lambda: _fail_in(kind))),
         "all": _errors_of(lambda kind: ranks.on_all(lambda: fail_on_last(kind))),
+        "in a context": _errors_of(fail_in_context),
         "raised as": _errors_of(
             lambda kind: ranks.on_first(lambda: _fail_in(kind), raised_as=lambda e: OSError(str(e)))
         ),
@@ -269,7 +274,7 @@ def test_error_of_one_rank_reaches_all_with_its_text(world_size: int) -> None:
     found = run_processes(_run_actions, world_size=world_size, init_process_group=True)
     for rank, each in enumerate(found):
         assert each["value"] == ["of", 0] and each["own"] == rank
-        for way in ("first", "all"):
+        for way in ("first", "all", "in a context"):
             for told, text in zip(each[way], KINDS.values(), strict=True):
                 assert text in told
         assert [told.partition(":")[0] for told in each["raised as"]] == ["OSError"] * len(KINDS)

@@ -409,7 +409,9 @@ class FileCheckpointManager(CheckpointManager):
         if self.settings.load_only:
             return
         self._surface()
-        self.on_main(partial(self._write_or_enqueue, payload, names, epoch, global_step))
+        with self.domain.failing_together(raised_as=self._as_raised):
+            if self.domain.rank == 0:
+                self._write_or_enqueue(payload, names, epoch, global_step)
 
     def _write_or_enqueue(self, payload: Mapping[str, object], names: list[str], epoch: int, global_step: int) -> None:
         records = self._open_save(names, needed=count_bytes(payload), epoch=epoch, global_step=global_step)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -140,15 +141,23 @@ class Domain:
             action: What to run.
             raised_as: Returns the error to raise in the place of one of `action`.
         """
-        value: Any = None
+        with self.failing_together(raised_as=raised_as):
+            value = action()
+        return value
+
+    @contextmanager
+    def failing_together(self, *, raised_as: Callable[[Exception], Exception] | None = None) -> Iterator[None]:
+        """Raise the error of any member inside on all of them, where the context ends. Enter on all members.
+
+        Args:
+            raised_as: Returns the error to raise in the place of one inside.
+        """
         error: Exception | None = None
         try:
-            value = action()
+            yield
         except Exception as raised:
             error = raised if raised_as is None else raised_as(raised)
         self.raise_any(error)
-        result: T = value
-        return result
 
     def raise_any(self, error: Exception | None) -> None:
         """Raise the error of the first member that has one, on all of them. Call on all members."""
