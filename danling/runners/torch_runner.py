@@ -1009,7 +1009,7 @@ class TorchRunner(BaseRunner):
             excluded: The dotted paths of these parts.
         """
         options = options_of(self.optimizer) if self.optimizer is not None else []
-        super().load_components(payload, excluded)
+        self.run_state.load_components(payload, excluded)
         if self.ema is not None and "ema" not in payload:
             # The averages began from the weights before the restore: they begin again from the restored ones.
             self.ema.reset()
