@@ -67,17 +67,6 @@ class StatePart:
             return self.alone()
         return self.get()
 
-    def restore(self, states: Mapping[str, object], excluded: Collection[str]) -> None:
-        """Restore the part, if the states have it or there is a default."""
-        if self.name in states:
-            state = states[self.name]
-        elif self.default is not None:
-            state = self.default()
-        else:
-            return
-        with restoring(self.name, self.name):
-            self.set(state, excluded)
-
 
 def stateful(name: str, component: Any, *, resets: bool = False) -> StatePart:
     """Return the part that is the state of an object, or empty if there is no such object.
@@ -169,8 +158,9 @@ class RunState:
 
     def load_components(self, payload: Mapping[str, object], excluded: Collection[str]) -> None:
         """Restore the components that a payload has, in order. Called on all ranks."""
-        for part in _by_name(self._runner.component_parts()).values():
-            part.restore(payload, excluded)
+        for part, state in _stored(_by_name(self._runner.component_parts()), payload):
+            with restoring(part.name, part.name):
+                part.set(state, excluded)
 
     def names(self) -> list[str]:
         """Return the names of the components that a full checkpoint of this run cannot lack."""
@@ -191,14 +181,24 @@ class RunState:
     def load_progress(self, state: Mapping[str, object]) -> None:
         """Restore what `progress` returned. Called on all ranks."""
         parts = _by_name(self._runner.progress_parts())
-        for part in parts.values():
-            part.restore(state, frozenset())
+        for part, stored in _stored(parts, state):
+            with restoring(part.name, part.name):
+                part.set(stored, frozenset())
         self._runner.state.load_state_dict({name: value for name, value in state.items() if name not in parts})
 
 
 def _by_name(parts: Iterable[StatePart]) -> dict[str, StatePart]:
     """Return one part of each name: a later one takes the place of an earlier one, as an override does."""
     return {part.name: part for part in parts}
+
+
+def _stored(parts: Mapping[str, StatePart], states: Mapping[str, object]) -> Iterator[tuple[StatePart, Any]]:
+    """Yield the parts that the states have, or that have a default, each with the state to restore."""
+    for name, part in parts.items():
+        if name in states:
+            yield part, states[name]
+        elif part.default is not None:
+            yield part, part.default()
 
 
 # The parts of a run
