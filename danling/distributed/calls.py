@@ -82,22 +82,24 @@ class CollectiveCalls:
         has_store = size > 1 and dist.is_initialized() and default_store() is not None
         return cls(rank, size, limit) if has_store else None
 
-    def run(self, name: str, call: Callable[[], Any]) -> Any:
-        """Run a call, which all ranks must make.
+    @contextmanager
+    def making(self, name: str) -> Iterator[None]:
+        """Make a call inside, which all ranks must make.
 
         Raises:
             CollectiveCallError: If other ranks do not make it, or a collective in it fails while they are in another call.
         """
         is_part = bool(self._open) and FAMILIES[self._open[-1]] == FAMILIES[name]
         if is_part or self._has_ended:
-            return call()
+            yield
+            return
         after = self._open[-1] if self._open else ""
         self._open.append(name)
         self._note(name)
         try:
             self._meet(name)
             with self.explaining():
-                result = call()
+                yield
         except Exception:
             # Not the end of this rank: it may catch the error, and come to the next call.
             after = after or _RAISED
@@ -105,7 +107,6 @@ class CollectiveCalls:
         finally:
             self._open.pop()
             self._note(after)
-        return result
 
     def note_loop(self) -> None:
         """Note that this rank trains by a loop of the user's, once."""

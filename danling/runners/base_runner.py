@@ -65,6 +65,7 @@ from danling.utils.hooks import is_overridden
 from danling.workspace import Workspace
 from danling.workspace.workspace import without_places
 
+from .direct_calls import together, without_name
 from .extensions import is_asked, load
 from .meta import MetaRunner, close_after_error
 from .parts import Parts, TorchParts
@@ -963,6 +964,7 @@ class BaseRunner(metaclass=MetaRunner):
         check_payload(state, "`state_dict` to return the full state")
         return state
 
+    @without_name
     def save_checkpoint(self, *, history: bool = False, save_best: bool = True) -> None:
         """Save the full state as `latest`, and as history or `best` where that applies.
 
@@ -1015,28 +1017,29 @@ class BaseRunner(metaclass=MetaRunner):
             CheckpointDamaged: If a file is not what was written.
             CheckpointMismatch: If a component is missing, or the stored configuration means another run.
         """
-        if isinstance(checkpoint, Mapping):
-            check_given(checkpoint, self.run_state.excluded)
-            payload, source = checkpoint, None
-        else:
-            payload, source = self.read_checkpoint(checkpoint), checkpoint
-        check_payload(payload, "`read_checkpoint` to return the payload of the checkpoint")
-        stored = payload.get("runner", {})
-        if self._seed_is_drawn and stored.get("seed") is not None:
-            self.seed = self.state.rng.seed = int(stored["seed"])
-            self._parts.settings_lock.put("seed", self.seed)
-        loaded_since = self.run_state.loaded_since(payload)
-        log_exclusions(self.run_state.excluded_from(payload), loaded_since, was_named=bool(self.config.resume))
-        check_same_run(self, payload)
-        self.load_state_dict(payload)
-        if source is not None:
-            # A payload is not a checkpoint on disk that later saves could continue.
-            self.checkpoint_manager.begin(source)
-        where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
-        logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
-        log_changes_since(payload)
-        if source is not None:
-            self.saver.note_loaded(source)
+        with together(self, "load_checkpoint"):
+            if isinstance(checkpoint, Mapping):
+                check_given(checkpoint, self.run_state.excluded)
+                payload, source = checkpoint, None
+            else:
+                payload, source = self.read_checkpoint(checkpoint), checkpoint
+            check_payload(payload, "`read_checkpoint` to return the payload of the checkpoint")
+            stored = payload.get("runner", {})
+            if self._seed_is_drawn and stored.get("seed") is not None:
+                self.seed = self.state.rng.seed = int(stored["seed"])
+                self._parts.settings_lock.put("seed", self.seed)
+            loaded_since = self.run_state.loaded_since(payload)
+            log_exclusions(self.run_state.excluded_from(payload), loaded_since, was_named=bool(self.config.resume))
+            check_same_run(self, payload)
+            self.load_state_dict(payload)
+            if source is not None:
+                # A payload is not a checkpoint on disk that later saves could continue.
+                self.checkpoint_manager.begin(source)
+            where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
+            logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)
+            log_changes_since(payload)
+            if source is not None:
+                self.saver.note_loaded(source)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore a payload: components, loaders, attributes of the user's, counters and observers.

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from danling.data import Batch
+from danling.training.precision import NO_CONTEXT
 
 from .parts import TorchParts
 from .reserved_names import GUARDED
 
 if TYPE_CHECKING:
+    from .base_runner import BaseRunner
     from .torch_runner import TorchRunner
+
+_Save = TypeVar("_Save", bound=Callable[..., None])
 
 VERBS = ("train_epoch", "train_step", "step", "evaluate_step", "infer_step")
 """Verbs around which the loops prepare something: a session, a micro-batch of the window, an update, evaluation mode."""
@@ -49,32 +54,43 @@ def preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
     return method
 
 
+def together(runner: BaseRunner, verb: str) -> AbstractContextManager[object]:
+    """Return the context of a call that all ranks begin together, and whose error says so if they do not."""
+    if GUARDED in vars(runner):
+        raise ValueError(
+            f"Expected `{verb}` to be called on a constructed runner: model, optimizer and loaders are prepared when __init__ has "
+            f"ended. Received: a call in __init__, which is too early. Call runner.{verb}() after the construction."
+        )
+    calls = runner._parts.calls
+    return NO_CONTEXT if calls is None else calls.making(verb)
+
+
 def met(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
-    """Return a verb that all ranks begin together, and whose error says so if they do not."""
+    """Return an override of a user's in the context `together`, which the library's own method enters itself."""
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> object:
-        if GUARDED in vars(self):
-            raise ValueError(
-                f"Expected `{verb}` to be called on a constructed runner: model, optimizer and loaders are prepared when __init__ has "
-                f"ended. Received: a call in __init__, which is too early. Call runner.{verb}() after the construction."
-            )
-        if args and verb == "save_checkpoint" and _is_own(function):
+        with together(self, verb):
+            return function(self, *args, **kwargs)
+
+    return method
+
+
+def without_name(save: _Save) -> _Save:
+    """Return `save_checkpoint` with an error for the name of a file, which other trainers' methods take."""
+
+    @functools.wraps(save)
+    def method(self: Any, *args: Any, **kwargs: Any) -> object:
+        if args:
             raise TypeError(
                 f"Expected save_checkpoint() without a name: it saves the full state as `latest`, and as history and best where that "
                 f"applies. Received: {args[0]!r}. For the weights in a file of your choice call runner.save_pretrained(directory), or run "
                 "`danling export CHECKPOINT FILE`."
             )
-        calls = self._parts.calls
-        if calls is None:
-            return function(self, *args, **kwargs)
-        return calls.run(verb, functools.partial(function, self, *args, **kwargs))
+        with together(self, "save_checkpoint"):
+            return save(self, **kwargs)
 
-    return method
-
-
-def _is_own(function: Callable[..., object]) -> bool:
-    return function.__module__.startswith("danling.")
+    return cast(_Save, method)
 
 
 def _train_step(runner: TorchRunner, call: Callable[[Any], Any], data: object) -> Any:

@@ -34,7 +34,8 @@ class MetaRunner(type):
         for verb in VERBS:
             if isinstance(namespace.get(verb), FunctionType):
                 namespace[verb] = preparing(verb, namespace[verb])
-        for verb in FAMILIES:
+        is_users = not namespace["__module__"].startswith("danling.runners.")
+        for verb in FAMILIES if is_users else ():
             if isinstance(namespace.get(verb), FunctionType):
                 namespace[verb] = met(verb, namespace[verb])
         return super().__new__(mcs, name, bases, namespace, **kwargs)

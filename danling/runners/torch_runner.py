@@ -77,6 +77,7 @@ from danling.utils.hooks import is_overridden
 from danling.utils.tensors import canonical_name
 
 from .base_runner import BaseRunner, Results, SplitNames
+from .direct_calls import together
 from .extensions import load
 from .parts import TorchParts
 
@@ -436,18 +437,21 @@ class TorchRunner(BaseRunner):
             NonFiniteError: If an update is not finite and must not be skipped.
             SystemExit: After a signal that asked the run to stop; its full state has been saved.
         """
-        if self.is_step_mode:
-            return self.train_steps(train_splits, evaluate_splits)
-        return self.train_epochs(train_splits, evaluate_splits)
+        with together(self, "train"):
+            if self.is_step_mode:
+                return self.train_steps(train_splits, evaluate_splits)
+            return self.train_epochs(train_splits, evaluate_splits)
 
     def train_epochs(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
         """Train epoch by epoch until `epochs` are completed, as `train` does."""
-        self._parts.loop.train("epochs", train_splits, evaluate_splits)
+        with together(self, "train_epochs"):
+            self._parts.loop.train("epochs", train_splits, evaluate_splits)
         return self.results
 
     def train_steps(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
         """Train update by update until `steps` are committed, pass after pass over the data, as `train` does."""
-        self._parts.loop.train("steps", train_splits, evaluate_splits)
+        with together(self, "train_steps"):
+            self._parts.loop.train("steps", train_splits, evaluate_splits)
         return self.results
 
     def train_epoch(self, split: str = "train") -> dict[str, float]:
@@ -460,7 +464,8 @@ class TorchRunner(BaseRunner):
         Returns:
             The weighted mean loss of the pass over all ranks and the means of `meters`; empty if the pass was stopped half-way.
         """
-        return self._parts.loop.train_epoch(split)
+        with together(self, "train_epoch"):
+            return self._parts.loop.train_epoch(split)
 
     def check_layout(self, layout: str, **options: Any) -> LayoutReport:
         """Compare the first updates of this program on a layout with those in one process, as `danling check-layout` does.
@@ -874,8 +879,9 @@ class TorchRunner(BaseRunner):
         Returns:
             Metrics by split, the same on all ranks.
         """
-        names = self._parts.data.choose(splits, self.evaluate_splits, "evaluate")
-        return {split: self.evaluate_epoch(split) for split in names}
+        with together(self, "evaluate"):
+            names = self._parts.data.choose(splits, self.evaluate_splits, "evaluate")
+            return {split: self.evaluate_epoch(split) for split in names}
 
     def evaluate_epoch(self, split: str) -> dict[str, float]:
         """Evaluate all of one split.
@@ -883,7 +889,8 @@ class TorchRunner(BaseRunner):
         Returns:
             The mean loss and the metrics over every sample of every rank, each counted once; empty when there is none.
         """
-        return self._parts.evaluator.evaluate(split, None)
+        with together(self, "evaluate_epoch"):
+            return self._parts.evaluator.evaluate(split, None)
 
     def evaluate_steps(self, split: str, steps: int | None = None) -> dict[str, float]:
         """Evaluate the first batches of one split.
@@ -895,11 +902,12 @@ class TorchRunner(BaseRunner):
         Returns:
             The mean loss and the metrics over the samples of these batches on all ranks, and `samples`, the number of these.
         """
-        if steps is not None and steps < 1:
-            raise ValueError(f"Expected steps to be at least 1, or None. Received: steps={steps!r}.")
-        if steps is None:
-            steps = max((self.steps or 0) // 20, 1)
-        return self._parts.evaluator.evaluate(split, steps)
+        with together(self, "evaluate_steps"):
+            if steps is not None and steps < 1:
+                raise ValueError(f"Expected steps to be at least 1, or None. Received: steps={steps!r}.")
+            if steps is None:
+                steps = max((self.steps or 0) // 20, 1)
+            return self._parts.evaluator.evaluate(split, steps)
 
     def evaluate_step(self, data: Any) -> tuple[Any, Tensor | None]:
         """Run one batch forward, without gradients.
@@ -945,11 +953,12 @@ class TorchRunner(BaseRunner):
             (several outputs of a model) into a tuple per sample; a mapping into a mapping per sample, with those entries that have as
             many items as the batch has samples, which a `loss` has not. Anything else is one item for the whole batch.
         """
-        chosen = self._parts.data.choose(split, self._parts.data.to_infer(self.evaluate_splits), "infer")[0]
-        evaluator = self._parts.evaluator
-        if not stream:
-            return evaluator.infer(chosen)
-        return (prediction for batch in evaluator.stream_batches(chosen) for prediction in batch)
+        with together(self, "infer"):
+            chosen = self._parts.data.choose(split, self._parts.data.to_infer(self.evaluate_splits), "infer")[0]
+            evaluator = self._parts.evaluator
+            if not stream:
+                return evaluator.infer(chosen)
+            return (prediction for batch in evaluator.stream_batches(chosen) for prediction in batch)
 
     def infer_step(self, data: Any) -> Any:
         """Return the prediction of one batch; its target, if any, is ignored.
@@ -1071,16 +1080,17 @@ class TorchRunner(BaseRunner):
             CheckpointDamaged: If a file is not what was written.
             CheckpointMismatch: If names or shapes are not those of the model; `checkpoint.exclude_from_loading` leaves some out.
         """
-        weights = read_model(self.checkpoint_manager, checkpoint, averages=self.config.pretrained_averages)
-        # Other exclusions would match nothing in the weights, which is an error.
-        payload, excluded = exclude({"model": weights}, self.run_state.excluded.parts_of("model"))
-        ties = untied(self.unwrapped_model, payload["model"])
-        self.load_model(payload["model"], partial=bool(excluded))
-        if self.is_main_process:
-            for sentence in ties:
-                logger.warning("%s", sentence)
-        if self.ema is not None:
-            # As after a restore.
-            self.ema.reset()
-        source = "a mapping" if isinstance(checkpoint, Mapping) else checkpoint
-        logger.info("Loaded the weights of %s.", source)
+        with together(self, "load_pretrained"):
+            weights = read_model(self.checkpoint_manager, checkpoint, averages=self.config.pretrained_averages)
+            # Other exclusions would match nothing in the weights, which is an error.
+            payload, excluded = exclude({"model": weights}, self.run_state.excluded.parts_of("model"))
+            ties = untied(self.unwrapped_model, payload["model"])
+            self.load_model(payload["model"], partial=bool(excluded))
+            if self.is_main_process:
+                for sentence in ties:
+                    logger.warning("%s", sentence)
+            if self.ema is not None:
+                # As after a restore.
+                self.ema.reset()
+            source = "a mapping" if isinstance(checkpoint, Mapping) else checkpoint
+            logger.info("Loaded the weights of %s.", source)
