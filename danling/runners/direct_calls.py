@@ -24,7 +24,7 @@ VERBS = ("train_epoch", "train_step", "step", "evaluate_step", "infer_step")
 
 
 def preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
-    """Return a verb that prepares itself when no loop has called it. A runner without a loop of the library prepares nothing."""
+    """Return an override of a user's that prepares itself when no loop has called it, as the library's own method does."""
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> object:
@@ -33,25 +33,32 @@ def preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
         # The loops call too: in an update, this wrapper costs no more than these comparisons.
         if session.in_step or (verb == "step" and session.in_update):
             return function(self, *args, **kwargs)
+        # A runner without a loop of the library prepares nothing.
         if not isinstance(parts, TorchParts):
             return function(self, *args, **kwargs)
-        call = functools.partial(function, self)
-        if verb == "step":
-            if session.running or parts.calls is None:
-                return session.update(call)
-            with parts.calls.explaining():
-                return session.update(call)
-        if verb == "train_epoch" and not session.running:
-            return _train_epoch(self, call, *args, **kwargs)
-        if verb == "train_step":
-            return _train_step(self, call, *args, **kwargs)
-        if verb in ("evaluate_step", "infer_step") and self.mode == "train":
-            if verb == "evaluate_step":
-                return parts.evaluator.call("evaluate", call, *args, **kwargs)
-            return parts.evaluator.call("infer", call, *args, **kwargs)
-        return call(*args, **kwargs)
+        return prepared(self, verb, functools.partial(function, self), *args, **kwargs)
 
     return method
+
+
+def prepared(runner: TorchRunner, verb: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a verb outside of `train_step` and `step`, and prepare what a loop would have if it has not."""
+    parts = runner._parts
+    session = parts.session
+    if verb == "step":
+        if session.running or parts.calls is None:
+            return session.update(call)
+        with parts.calls.explaining():
+            return session.update(call)
+    if verb == "train_epoch" and not session.running:
+        return _train_epoch(runner, call, *args, **kwargs)
+    if verb == "train_step":
+        return _train_step(runner, call, *args, **kwargs)
+    if verb in ("evaluate_step", "infer_step") and runner.mode == "train":
+        if verb == "evaluate_step":
+            return parts.evaluator.call("evaluate", call, *args, **kwargs)
+        return parts.evaluator.call("infer", call, *args, **kwargs)
+    return call(*args, **kwargs)
 
 
 def together(runner: BaseRunner, verb: str) -> AbstractContextManager[object]:

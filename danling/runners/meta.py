@@ -25,16 +25,18 @@ class MetaRunner(type):
     A subclass puts model, data and optimizer on itself after `super().__init__(config)`; only when all of its `__init__` has run
     can they be moved, wrapped and restored, so no class in the chain could do it from its own `__init__`.
 
-    The `VERBS` of every class may be called directly. A call on all ranks is noted, and waits for them at its beginning.
+    The `VERBS` of every class may be called directly. A call on all ranks is noted, and waits for them at its beginning. Overrides of a
+    program are wrapped for that.
     """
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
         # A class made by `type(name, bases, methods)` belongs to the module that asked for it, not to this one.
         namespace.setdefault("__module__", sys._getframe(1).f_globals.get("__name__", "__main__"))
-        for verb in VERBS:
+        # The runners of the library do it themselves, so that a call in an update has no frame more.
+        is_users = not namespace["__module__"].startswith("danling.runners.")
+        for verb in VERBS if is_users else ():
             if isinstance(namespace.get(verb), FunctionType):
                 namespace[verb] = preparing(verb, namespace[verb])
-        is_users = not namespace["__module__"].startswith("danling.runners.")
         for verb in FAMILIES if is_users else ():
             if isinstance(namespace.get(verb), FunctionType):
                 namespace[verb] = met(verb, namespace[verb])

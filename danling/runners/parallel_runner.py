@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ from danling.training.model_states import ModelStates
 from danling.utils.hooks import is_overridden
 from danling.utils.tensors import floating_dtype
 
+from .direct_calls import prepared
 from .torch_runner import TorchRunner
 
 
@@ -493,6 +495,10 @@ class ParallelRunner(TorchRunner):
         """
         if self.pipeline is None:
             return super().train_step(data)
+        if not self._parts.session.in_step:
+            # Called by a program, and not by a loop of the library.
+            returned: tuple[Any, Tensor] = prepared(self, "train_step", partial(ParallelRunner.train_step, self), data)
+            return returned
         # The contexts of forward and backward are around the schedule.
         inputs, target = unpack_batch(data)
         pred = call_model(self.model, inputs)

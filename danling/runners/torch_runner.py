@@ -77,7 +77,7 @@ from danling.utils.hooks import is_overridden
 from danling.utils.tensors import canonical_name
 
 from .base_runner import BaseRunner, Results, SplitNames
-from .direct_calls import together
+from .direct_calls import prepared, together
 from .extensions import load
 from .parts import TorchParts
 
@@ -465,7 +465,11 @@ class TorchRunner(BaseRunner):
             The weighted mean loss of the pass over all ranks and the means of `meters`; empty if the pass was stopped half-way.
         """
         with together(self, "train_epoch"):
-            return self._parts.loop.train_epoch(split)
+            session, loop = self._parts.session, self._parts.loop
+            if session.running or session.in_step:
+                return loop.train_epoch(split)
+            metrics: dict[str, float] = prepared(self, "train_epoch", loop.train_epoch, split)
+            return metrics
 
     def check_layout(self, layout: str, **options: Any) -> LayoutReport:
         """Compare the first updates of this program on a layout with those in one process, as `danling check-layout` does.
@@ -600,6 +604,10 @@ class TorchRunner(BaseRunner):
         Returns:
             The prediction and the loss; in an override both may be `None`.
         """
+        if not self._parts.session.in_step:
+            # Called by a program, and not by a loop of the library.
+            returned: tuple[Any, Any] = prepared(self, "train_step", partial(TorchRunner.train_step, self), data)
+            return returned
         if type(data) in (tuple, list) and len(data) == 2:
             # Most batches are a plain pair. Taken apart here, they save a call, which takes as long as a small operation of torch.
             inputs, target = data
@@ -694,6 +702,11 @@ class TorchRunner(BaseRunner):
         Returns:
             Whether the update was made, else the reason; its weight, loss, samples and gradient norm. The same on all ranks.
         """
+        session = self._parts.session
+        if not (session.in_update or session.in_step):
+            # Called by a program, and not by a loop of the library.
+            outcome: UpdateOutcome = prepared(self, "step", partial(TorchRunner.step, self))
+            return outcome
         if self.reduction.optimizer is not self.optimizer:
             self._bind_reduction()
         return self._parts.update.make()
@@ -918,7 +931,11 @@ class TorchRunner(BaseRunner):
         Returns:
             The prediction, and the loss as the criterion reduces it; `None` for a batch that has none.
         """
-        return self._parts.evaluator.forward.evaluate(data)
+        forward = self._parts.evaluator.forward
+        if self.mode != "train" or self._parts.session.in_step:
+            return forward.evaluate(data)
+        returned: tuple[Any, Tensor | None] = prepared(self, "evaluate_step", forward.evaluate, data)
+        return returned
 
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
         """Return the metrics of an evaluation; override it to add metrics that are not a mean, such as a perplexity.
@@ -968,7 +985,10 @@ class TorchRunner(BaseRunner):
         Returns:
             A tensor, list, tuple or mapping with an entry per sample, which `infer` splits.
         """
-        return self._parts.evaluator.forward.infer(data)
+        forward = self._parts.evaluator.forward
+        if self.mode != "train" or self._parts.session.in_step:
+            return forward.infer(data)
+        return prepared(self, "infer_step", forward.infer, data)
 
     # Save and restore
 
