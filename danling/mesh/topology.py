@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _random
 
-from danling.distributed import Domain, LocalDomain, Placement
+from danling.distributed import Domain, LocalDomain, Placement, collective_timeout, set_collective_timeout
 
 from .axes import AXES, Axes, axes_with
 
@@ -64,6 +64,7 @@ class Topology:
         if self._mesh is not None:
             _begin_random_tracker(self._mesh)
         self._flat: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._limit(self._groups())
         self.data = self.domain(*axes_with(reads_data=True))
         self.optimizer = self.domain(*AXES)
 
@@ -108,7 +109,14 @@ class Topology:
             return mesh.get_group()
         if names not in self._flat:
             self._flat[names] = mesh._flatten("_".join(names)).get_group()
+            self._limit([self._flat[names]])
         return self._flat[names]
+
+    def _limit(self, groups: list[dist.ProcessGroup | None]) -> None:
+        """Give groups the time limit of the default one: torch makes those of a mesh with 30 minutes, whatever that has."""
+        limit = collective_timeout(self.device)
+        if limit is not None:
+            set_collective_timeout(limit, groups)
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         """Return the default group, and the groups of the mesh that have been made so far."""

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
+import torch
+from support.processes import run_processes
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -123,3 +126,17 @@ def test_placement_counts_every_loss_and_sample_once(degrees: dict[str, int]) ->
     assert [mine.update_place for mine in placements] == [
         tuple(place[axis] for axis in divided) for place in coordinates
     ]
+
+
+def limits_of_groups() -> list[float]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+    topology = Topology({"replicate": 2, "shard": 2})
+    groups = [topology.group(axis) for axis in ("replicate", "shard")]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+@pytest.mark.timeout(100)
+def test_groups_of_a_mesh_have_the_time_limit_of_the_default_group() -> None:
+    """torch gives them 30 minutes, so that ranks that wait for each other in the first update did so for that long."""
+    assert run_processes(limits_of_groups, world_size=4, timeout=60) == [[77.0, 77.0]] * 4
