@@ -148,7 +148,7 @@ class KeyedLoader(LibraryLoader):
         data = iter(self) if read else repeat(PLACEHOLDER)
         batches: Iterator[Batch] = self.order.batches(data)
         if self.batch_size is None:  # only the dataset knows how many samples an item holds
-            return (each._replace(samples=0 if each.samples == 0 else None, total=None) for each in batches)
+            return (each._replace(samples=0 if each.samples == 0 else None, total=None, read=None) for each in batches)
         return batches
 
     def __iter__(self) -> Any:

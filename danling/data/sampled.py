@@ -88,6 +88,8 @@ class SampledBatches(Sampler[BatchKey]):
         self._digest = 0
         self._ahead: deque[tuple[int, int]] = deque()
         """Position and checksum after each batch whose key was handed out."""
+        self._sizes: deque[int] = deque()
+        """How many samples each batch has whose key was handed out, and whose data was not."""
         holders = [held for held in (sampler, getattr(sampler, "sampler", None)) if held is not None]
         self._take_epoch = [held for held in holders if callable(getattr(held, "set_epoch", None))]
         self._stateful: Any = None if self._take_epoch else next(filter(is_stateful, holders), None)
@@ -122,7 +124,9 @@ class SampledBatches(Sampler[BatchKey]):
 
     def batches(self, data: Iterable[Any]) -> Iterator[Batch]:
         """Return the batches of this rank from the position on, with their data."""
-        return (Batch(each, None, None, place=(self.rank, number)) for number, each in enumerate(data, self.consumed))
+        for number, each in enumerate(data, self.consumed):
+            read = self._sizes.popleft() if self._sizes else None
+            yield Batch(each, None, None, place=(self.rank, number), read=read)
 
     # Position
 
@@ -198,6 +202,7 @@ class SampledBatches(Sampler[BatchKey]):
         if drawn is None or drawn.position != self.position:
             drawn = self._drawn = self._begin()
         self._ahead.clear()
+        self._sizes.clear()
         while True:
             first = drawn.samples
             chunk = drawn.take(self.batch_size)
@@ -206,6 +211,7 @@ class SampledBatches(Sampler[BatchKey]):
                 return
             self._ahead.append((drawn.position, drawn.digest))
             indices = list(chunk[0]) if self.batched else chunk
+            self._sizes.append(len(indices))
             yield BatchKey(self.epoch, first, indices)
 
     def _begin(self) -> _Drawn:

@@ -36,6 +36,7 @@ class Batch(NamedTuple):
         place: Where it is in the pass, which random numbers are keyed by: the position of its first sample in an order that all ranks
             share, else the rank and the number of the batch. Equal on ranks of one data coordinate, and after a resume.
         ordinal: With `gradient_sum: canonical`, its number in the update, over all ranks, and how many micro-batches the update has.
+        read: How many samples were read for it in an order of the user's, where `samples` is `None`; the data may have fewer, or more.
     """
 
     data: Any
@@ -44,6 +45,7 @@ class Batch(NamedTuple):
     closes: bool | None = None
     place: tuple[int, ...] = ()
     ordinal: tuple[int, int] | None = None
+    read: int | None = None
 
 
 class BatchKey(NamedTuple):

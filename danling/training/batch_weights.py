@@ -266,7 +266,7 @@ class BatchLoss:
         # A step of the user's own takes batches apart in its own way.
         self._learns = not is_overridden(runner, "train_step")
         self._own_weight = is_overridden(runner, "batch_weight")
-        self._warns = runner.is_main_process and not self._own_weight
+        self._warns = self._warns_of_rows = runner.is_main_process and not self._own_weight
 
     @property
     def sums(self) -> bool:
@@ -306,11 +306,31 @@ class BatchLoss:
                     shapes_of(data),
                     ", ".join(TARGET_NAMES),
                 )
-        if batch.samples is not None and self._counts_samples(data, target):
-            counted = countable_samples(data, batch.samples)
+        read = batch.read if batch.samples is None else batch.samples
+        if read is not None and self._counts_samples(data, target):
+            counted = countable_samples(data, read)
+            if self._warns_of_rows and counted is not None:
+                self._name_rows(data, counted, read)
             # Of an object of the user's, only the loader knows how many samples it has.
-            return float(batch.samples if counted is None else counted), samples
+            return float(read if counted is None else counted), samples
         return self._runner.batch_weight(data, target), samples
+
+    def _name_rows(self, data: object, counted: int, read: int) -> None:
+        """Name once a batch whose first tensor has other rows than samples, such as sequences with the time first."""
+        values = data.values() if isinstance(data, Mapping) else data if isinstance(data, (tuple, list)) else (data,)
+        parts = [part for part in values if isinstance(part, Tensor) and part.ndim]
+        # Where no part has a row or a column for each sample, as after some were dropped, the rows are the samples.
+        has_samples = any(read in part.shape[:2] for part in parts)
+        # Several views of each sample weigh as much as one.
+        if counted % read == 0 or not parts or not has_samples:
+            return
+        self._warns_of_rows = False
+        logger.warning(
+            "A batch of %d samples weighs %d, the first dimension of its first tensor: %s. A loss that is a mean over samples has another "
+            "gradient then, with several micro-batches or ranks, and another mean in evaluations. Override `batch_weight(data, target)` "
+            "to return what your loss averages over.",
+            *(read, counted, shapes_of(data)),
+        )
 
     def _counts_samples(self, data: object, target: object) -> bool:
         """Whether a batch weighs its samples."""

@@ -115,6 +115,60 @@ def test_a_batch_of_lists_weighs_its_samples(
     assert loss == pytest.approx(loss_of(model, whole).item(), abs=1e-12)
 
 
+class Padded(Lists):
+    """Its batches are sequences with the time first, lengths and values."""
+
+    sequences = 0
+
+    def loss_of(self, data: Any) -> Tensor:
+        return functional.mse_loss(self.model(data[self.sequences].sum(0))[:, 0], data[2])
+
+    def train_step(self, data: Any) -> tuple[None, Tensor]:
+        loss = self.loss_of(data)
+        self.backward(loss)
+        return None, loss
+
+    def evaluate_step(self, data: Any) -> tuple[None, Tensor]:
+        return None, self.loss_of(data)
+
+
+class Weighed(Padded):
+    def batch_weight(self, data: Any, target: Any) -> float:
+        return float(len(data[2]))
+
+
+class Later(Padded):
+    sequences = 1
+
+
+def time_first(samples: list[Any]) -> tuple[Tensor, ...]:
+    points, values = zip(*samples)
+    lengths = torch.tensor([len(each) for each in points])
+    return nn.utils.rnn.pad_sequence(points), lengths, torch.stack([each.mean() for each in values])
+
+
+def time_last(samples: list[Any]) -> tuple[Tensor, ...]:
+    points, lengths, values = time_first(samples)
+    return lengths, points, values
+
+
+@pytest.mark.parametrize("own_loader", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "collate", "is_named"),
+    [(Padded, time_first, True), (Weighed, time_first, False), (Later, time_last, False)],
+)
+def test_a_batch_that_weighs_its_time_is_named_once(
+    kind: Any, collate: Any, is_named: bool, own_loader: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": collate}
+    config = settings(tmp_path, epochs=2, dataloader=loader)
+    if own_loader:
+        del config["dataloader"]
+    with kind(config, Clouds(lambda index: 5 + index % 2, "tensors"), collate, own_loader) as runner:
+        runner.train()
+    assert caplog.text.count("A batch of 4 samples weighs 6") == is_named
+
+
 def test_columns_are_told_from_samples() -> None:
     columns = [torch.zeros(4, 2), torch.zeros(4, 7)]
     assert count_samples([columns, {"a": 1}]) == 4
