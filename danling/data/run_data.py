@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
+from danling.utils.hooks import is_overridden
 from danling.utils.messages import did_you_mean, nearest
 
 from .build import AUTO, SIZES, build_dataloader, divide_updates, order_setting
@@ -457,6 +458,9 @@ class RunData:
         loader = run.dataloaders[split]
         if known is not None and known.loader is loader:
             return known
+        if known is not None and known.consumed and known.remaining_batches() != 0:
+            # The program has put another loader there since the position was restored.
+            restored = restored or known.restored
         added = self._take_in(split, loader)
         if epoch := run.state.train.epoch if known is None else known.epoch:
             added.set_epoch(epoch)
@@ -507,7 +511,8 @@ class RunData:
         try:
             source.load_state_dict(state)
         except ValueError as error:
-            if not state.get("consumed") or split not in self._run.datasets or not isinstance(source.read, KeyedLoader):
+            may_be_replaced = split in self._run.datasets or is_overridden(self._run, "train_epoch")
+            if not (state.get("consumed") and may_be_replaced and isinstance(source.read, KeyedLoader)):
                 raise
             source.await_dataset(state, error)
 

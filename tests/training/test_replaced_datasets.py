@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.processes import run_outcomes, run_processes
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import danling as dl
 
@@ -99,6 +99,29 @@ class ReplacedAtStart(Epochs):
         self.datasets[split] = Numbers(of_epoch(self.state.train.epoch))
 
 
+class ReplacedLoader(Epochs):
+    """Has a loader of its own for each epoch."""
+
+    def __init__(self, config: dict[str, Any], stop_at: int | None) -> None:
+        super().__init__(config, stop_at)
+        self.datasets = {}
+        self.dataloaders = {"train": self.loader(0)}
+
+    def loader(self, epoch: int) -> DataLoader[Tensor]:
+        return DataLoader(Numbers(of_epoch(epoch)), batch_size=BATCH, shuffle=True)
+
+    def train_epoch(self, split: str = "train") -> Any:
+        self.dataloaders[split] = self.loader(self.state.train.epoch)
+        return super().train_epoch(split)
+
+
+class ReplacedLoaderAlike(ReplacedLoader):
+    """Its loaders have as many numbers in each epoch."""
+
+    def loader(self, epoch: int) -> DataLoader[Tensor]:
+        return DataLoader(Numbers([100 * epoch + place for place in range(12)]), batch_size=BATCH, shuffle=True)
+
+
 class Told(Epochs):
     def first(self) -> Any:
         return Growing()
@@ -135,12 +158,13 @@ def train(
 
 
 KINDS = [Replaced, ReplacedAlike, Extended, Told, Shared]
+LOADERS = [ReplacedLoader, ReplacedLoaderAlike]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ReplacedAtStart])
+@pytest.mark.parametrize("kind", [*KINDS, *LOADERS, ReplacedAtStart])
 def test_each_pass_reads_the_dataset_of_its_epoch(tmp_path: Path, kind: Any) -> None:
     seen, _ = train(kind, tmp_path)
-    numbers = (lambda epoch: [100 * epoch + place for place in range(12)]) if kind is ReplacedAlike else of_epoch
+    numbers = (lambda epoch: [100 * epoch + place for place in range(12)]) if "Alike" in kind.__name__ else of_epoch
     for epoch in range(3):
         assert sorted(number for when, number in seen if when == epoch) == numbers(epoch)
 
@@ -148,7 +172,7 @@ def test_each_pass_reads_the_dataset_of_its_epoch(tmp_path: Path, kind: Any) -> 
 @pytest.mark.parametrize(
     ("world_size", "workers", "kind"),
     [
-        *((1, 0, kind) for kind in KINDS),
+        *((1, 0, kind) for kind in (*KINDS, *LOADERS)),
         (2, 1, KINDS[0]),
         *(pytest.param(2, 1, kind, marks=pytest.mark.slow) for kind in KINDS[1:]),
     ],
@@ -163,6 +187,20 @@ def test_run_stopped_within_a_replaced_pass_continues(tmp_path: Path, kind: Any,
         assert 0 < len(stopped[rank][0]) < len(whole[rank][0])
         assert stopped[rank][0] + resumed[rank][0] == whole[rank][0]
         assert resumed[rank][1] == whole[rank][1]
+
+
+def test_loader_that_is_not_replaced_again_is_refused_before_an_update(tmp_path: Path) -> None:
+    class ReplacedUntilStopped(ReplacedLoader):
+        def train_epoch(self, split: str = "train") -> Any:
+            if self.stop_at is None:
+                return Epochs.train_epoch(self, split)
+            return super().train_epoch(split)
+
+    train(ReplacedUntilStopped, tmp_path, 7)
+    with pytest.raises(
+        ValueError, match="to have the length 6, as when its position was saved. Received: .* of length 4"
+    ):
+        train(ReplacedUntilStopped, tmp_path)
 
 
 class ReplacedOnce(Replaced):
