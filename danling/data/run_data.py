@@ -459,8 +459,8 @@ class RunData:
         if known is not None and known.loader is loader:
             return known
         if known is not None and known.consumed and known.remaining_batches() != 0:
-            # The program has put another loader there since the position was restored.
-            restored = restored or known.restored
+            # The program has put another loader there within the pass: it stopped there, or this is a resume.
+            restored = restored or known.restored or known.state_dict()
         added = self._take_in(split, loader)
         if epoch := run.state.train.epoch if known is None else known.epoch:
             added.set_epoch(epoch)

@@ -203,6 +203,23 @@ def test_loader_that_is_not_replaced_again_is_refused_before_an_update(tmp_path:
         train(ReplacedUntilStopped, tmp_path)
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+def test_loader_that_is_replaced_after_a_stop_takes_the_position(tmp_path: Path, kind: Any) -> None:
+    class Stopping(kind):  # type: ignore[misc, valid-type]
+        def step(self) -> Any:
+            outcome = super().step()
+            if self.state.train.global_step in (1, 7):
+                self.stop()
+            return outcome
+
+    config = {"seed": 1, "epochs": 3, "log": False, "dataloader": {"batch_size": BATCH}}
+    whole, _ = train(kind, tmp_path / "whole")
+    with Stopping({**config, "dir": str(tmp_path / "parts")}, None) as runner:
+        while runner.state.train.epoch < 3:
+            runner.train()
+        assert runner.seen == whole
+
+
 class ReplacedOnce(Replaced):
     """Does not replace its dataset again where it is resumed."""
 
