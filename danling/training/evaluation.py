@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.data.run_data import RunData
@@ -304,6 +304,10 @@ class Evaluator:
             stack.enter_context(preparation.evaluating(wrapped))
             stack.enter_context(evaluation_weights(runner.optimizer))
             was_training, modes = wrapped.training, [(module, module.training) for module in wrapped.modules()]
+            if runner.window.count and runner.distributed:
+                # Ranks go on with their own ones in the micro-batches of an update.
+                criterion = runner.criterion if isinstance(runner.criterion, nn.Module) else None
+                stack.enter_context(_kept([*wrapped.buffers(), *(criterion.buffers() if criterion else ())]))
             runner.broadcast_buffers()
             if runner.ema is not None:
                 decay = getattr(runner.ema, "decay", None)
@@ -449,6 +453,18 @@ class Evaluator:
             # A list has an item for each sample: only where there is padding are some left out.
             samples = len(pred) if isinstance(pred, list) else count_samples(data)
         return self.forward.counted(split_by_sample(pred, samples, nodes_of_graphs(data)))
+
+
+@contextmanager
+def _kept(tensors: list[Tensor]) -> Iterator[None]:
+    """Put tensors back as they were at the end."""
+    before = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before):
+                tensor.copy_(value)
 
 
 def even_out(batches: Iterator[Batch], *, ranks: Domain, readers: Domain, reads: bool = True) -> Iterator[Batch]:

@@ -1,0 +1,78 @@
+"""An evaluation in `train_step`, between the micro-batches of an update, changes nothing on any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from support.toys import differences, settings
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+
+
+class Centered(nn.Module):
+    """Subtracts a running mean, which each rank has of its own samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(3))
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.mean = self.mean + 0.3 * (inputs.detach().mean(0) - self.mean)
+        output: Tensor = self.layer(inputs - self.mean)
+        return output
+
+
+class Looks(dl.Runner):
+    def __init__(self, config: Mapping[str, Any], verb: str) -> None:
+        super().__init__(config)
+        self.verb = verb
+        inputs = torch.arange(96.0).reshape(32, 3).sin()
+        self.datasets = {
+            "train": TensorDataset(inputs, inputs[:, :1]),
+            "val": TensorDataset(inputs[:4], inputs[:4, :1]),
+        }
+        self.model, self.criterion = Centered(), nn.MSELoss()
+
+    def train_step(self, data: Any) -> Any:
+        if self.verb:
+            getattr(self, self.verb)("val")
+        return super().train_step(data)
+
+
+def trained(root: Path, verb: str, more: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Return the weights and buffers of this rank after each of two trainings of one update."""
+    found = []
+    with Looks(
+        settings(root / (verb or "none"), steps=1, accum_steps=3, dataloader={"batch_size": 2}, **more), verb
+    ) as runner:
+        for steps in (1, 2):
+            runner.config.steps = steps
+            runner.train()
+            found.append({name: value.detach().clone() for name, value in runner.unwrapped_model.state_dict().items()})
+    return found
+
+
+STACKS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "averages": {"ema": {"enabled": True, "decay": 0.5}},
+    "replicate": {"stack": "parallel", "parallel": {"axes": {"replicate": 2}}},
+    "accelerate": {"stack": "accelerate"},
+}
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "infer"])
+@pytest.mark.parametrize("stack", STACKS)
+def test_evaluation_between_micro_batches_leaves_each_rank_its_buffers(stack: str, verb: str, tmp_path: Path) -> None:
+    plain = run_processes(trained, tmp_path, "", STACKS[stack], world_size=2, timeout=60)
+    looked = run_processes(trained, tmp_path, verb, STACKS[stack], world_size=2, timeout=60)
+    assert differences(plain, looked) == []
