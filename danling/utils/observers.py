@@ -172,12 +172,27 @@ class Observers(MutableSequence[Observer]):
         self.on_added: Callable[[Collection[str]], None] = lambda names: None
 
     def notify(self, event: str, *args: object, **named: object) -> None:
-        """Call an event of every observer that overrides it."""
+        """Call an event of every observer that overrides it.
+
+        What ends in an event such as `update_ended` has ended for all of them, also where one of them leaves the training, as by an
+        evaluation in which the ranks change.
+        """
+        leaving: BaseException | None = None
         for observer, call in self.heard.get(event, ()):
             try:
                 call(*args, **named)
             except Exception as error:
                 self.drop(observer, error)
+            except BaseException as error:
+                if not event.endswith("_ended"):
+                    raise
+                leaving = leaving or error
+        if leaving is not None:
+            try:
+                raise leaving
+            finally:
+                # Else this frame and the exception would keep each other, and with them the sockets of the collective.
+                del leaving
 
     def drop(self, observer: Observer, error: Exception) -> None:
         """Remove an observer that has raised an error, and log it; raise the error of a critical one."""

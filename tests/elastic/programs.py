@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from danling.training.attributes import REMEMBERED_BYTES
+from danling.utils.observers import Observer
 
 from . import training
 
@@ -149,6 +150,36 @@ class Careful(training.Net):
         return found
 
 
+class Evaluating(Observer):
+    """Evaluates after an update."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+
+    def update_ended(self, outcome: Any) -> None:
+        if self.runner.state.train.global_step == 6:
+            self.runner.evaluate("val")
+
+
+class Counting(Observer):
+    """Counts updates."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+
+    def update_ended(self, outcome: Any) -> None:
+        self.runner.heard += 1
+
+
+class ObserverEvaluates(training.Net):
+    """Has an observer that evaluates, and one after it that counts."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.heard = 0
+        self.observers.extend([Evaluating(self), Counting(self)])
+
+
 class EvaluatesAtPassStart(training.Net):
     """Evaluates where some passes begin, and keeps the loss."""
 
@@ -173,6 +204,7 @@ _ALL = (
     SavesAndEvaluatesInStep,
     MomentumEncoder,
     Careful,
+    ObserverEvaluates,
     EvaluatesAtPassStart,
 )
 KINDS = {each.__name__: each for each in _ALL}

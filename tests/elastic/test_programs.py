@@ -35,6 +35,7 @@ def _attributes(directory: Path) -> str:
         ),
         pytest.param("SavesInStep", "2:save:1:kill;0:saved:5:kill", False, id="saves in step"),
         pytest.param("Careful", "1:leaf:9:kill;0:evaluating:5:kill", False, id="writes weights and puts them back"),
+        pytest.param("ObserverEvaluates", "2:evaluating:4:kill", False, id="evaluates in an observer"),
         pytest.param("EvaluatesAtPassStart", "0:evaluating:3:kill", False, id="evaluates where a pass begins"),
     ],
 )

@@ -166,6 +166,23 @@ def test_observer_that_fails_is_dropped_and_not_one_that_is_equal(tmp_path: Path
     assert (first.updates, second.updates) == (2, 1)
 
 
+@pytest.mark.parametrize(("event", "others"), [("update_started", 0), ("update_ended", 1)])
+def test_others_hear_of_an_end_at_which_an_observer_leaves(event: str, others: int, tmp_path: Path) -> None:
+    heard: list[object] = []
+
+    def leave(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    first, second = Observer(), Observer()
+    setattr(first, event, leave)
+    setattr(second, event, lambda *args: heard.append(args))
+    with Program(tmp_path) as runner:
+        runner.observers.extend([first, second])
+        with pytest.raises(KeyboardInterrupt):
+            runner.train()
+    assert len(heard) == others
+
+
 def test_object_that_is_no_observer_is_refused(tmp_path: Path) -> None:
     with Program(tmp_path) as runner, pytest.raises(TypeError, match="Expected an Observer. Received: <object"):
         runner.observers.append(object())  # type: ignore[arg-type]
