@@ -42,9 +42,8 @@ def windows(program: Program, given: Record, ranks: int) -> Iterator[tuple[Windo
     if program.data.source == "iterable" or program.data.sampler:  # each rank reads all of it, each worker its part
         workers = 1 if program.data.sampler else settings.num_workers or 1
         shares, stretch = [len(range(worker, program.data.train, workers)) for worker in range(workers)] * ranks, size
-    length = sum(
-        share if settings.drop_last is False else share - share % stretch for share in shares
-    )  # the default drops a rest
+    keeps = settings.drop_last is False  # the default drops what does not fill a batch
+    length = sum(share if keeps else share - share % stretch for share in shares)
     window: Window = []
     read = in_window = 0
     for row in zip(*([micro for micro in given.micro_batches if micro.rank == rank] for rank in range(ranks))):
@@ -148,10 +147,7 @@ class Phase:
     def divide(self, by: float) -> None:
         """Divide the gradient, and look whether the update can be made."""
         self.gradients = {number: gradient / by for number, gradient in self.gradients.items()}
-        sizes = [
-            each.abs().to(torch.promote_types(each.abs().dtype, torch.float32)) for each in self.gradients.values()
-        ]
-        self.norm = math.sqrt(sum(float(each.square().sum()) for each in sizes))
+        self.norm = math.sqrt(sum(float(each.abs().double().square().sum()) for each in self.gradients.values()))
         self.is_made = self.weight > 0 and math.isfinite(self.norm) and math.isfinite(self.loss)
 
     def step(self, max_norm: float | None, max_value: float | None) -> None:
@@ -186,6 +182,7 @@ class Run:
         ends = (number for number, (_, ends_pass) in enumerate(windows(program, given, self.ranks), 1) if ends_pass)
         self.updates_of_pass = next(ends, 0)
         self.held = program.settings.held_at_once(self.ranks)
+        self.evaluating = 1 if program.settings.is_canonical else self.ranks  # ranks of an evaluation
         self.counts = [[0] * len(program.state) for _ in range(self.ranks)]
         self.memories = [module for module in self.model.modules() if type(module).__name__ == "Memory"]
         self.remembered = [[0] * len(self.memories) for _ in range(self.ranks)]
@@ -343,8 +340,7 @@ class Run:
         trained, predictions, loss_sum, weight_sum = self.copies(), list[Tensor](), 0.0, 0.0
         self.put_back(self.averages)
         self.whole.eval()
-        ranks = 1 if self.settings.gradient_sum == "canonical" else self.ranks
-        for batch in batches_of_evaluation(samples, self.held, ranks):
+        for batch in batches_of_evaluation(samples, self.held, self.evaluating):
             data = collate(batch)
             with torch.no_grad():
                 prediction, loss = self.forward(data)
@@ -399,6 +395,6 @@ class Run:
         if ends_pass and is_last:
             self.advance("pass")
         if is_made and (is_last or self.left.steps % every == 0):
-            self.close("validation", limit=max(self.budget // 20, 1) * self.held * self.ranks)
+            self.close("validation", limit=max(self.budget // 20, 1) * self.held * self.evaluating)
         if ends_pass and not is_last:
             self.advance("pass")
