@@ -293,7 +293,7 @@ class Evaluator:
 
     @contextmanager
     def _entered(self, split: str, mode: EvaluationMode) -> Iterator[None]:
-        """Evaluation mode on the bare model, with averaged weights if there are any; on exit all is as it was."""
+        """Evaluation mode on the bare model and the criterion, with averaged weights if there are any; on exit all is as it was."""
         runner, preparation, session = self.runner, self.runner.preparation, self._session
         wrapped, bare = runner.model, runner.unwrap(runner.model)
         before = wrapped, runner.mode, runner.carry
@@ -303,11 +303,14 @@ class Evaluator:
             stack.enter_context(self._keys.evaluating())
             stack.enter_context(preparation.evaluating(wrapped))
             stack.enter_context(evaluation_weights(runner.optimizer))
-            was_training, modes = wrapped.training, [(module, module.training) for module in wrapped.modules()]
+            # The criterion has a mode too: one that keeps centres or statistics must not learn from what is evaluated.
+            criterion = runner.criterion if isinstance(runner.criterion, nn.Module) else None
+            roots = [wrapped] if criterion is None else [wrapped, criterion]
+            was_training = [root.training for root in roots]
+            modes = [(module, module.training) for root in roots for module in root.modules()]
             if runner.window.count and runner.distributed:
                 # Ranks go on with their own ones in the micro-batches of an update.
-                criterion = runner.criterion if isinstance(runner.criterion, nn.Module) else None
-                stack.enter_context(_kept([*wrapped.buffers(), *(criterion.buffers() if criterion else ())]))
+                stack.enter_context(_kept([buffer for root in roots for buffer in root.buffers()]))
             runner.broadcast_buffers()
             if runner.ema is not None:
                 decay = getattr(runner.ema, "decay", None)
@@ -320,6 +323,8 @@ class Evaluator:
                 # Each rank averages its own buffers; a checkpoint keeps rank 0's.
                 runner.broadcast_buffers()
             bare.eval()
+            if criterion is not None:
+                criterion.eval()
             runner.model = bare
             runner.mode = mode
             runner.carry = None
@@ -327,7 +332,8 @@ class Evaluator:
                 yield
             finally:
                 runner.model, runner.mode, runner.carry = before
-                wrapped.train(was_training)
+                for root, training in zip(roots, was_training):
+                    root.train(training)
                 for module, is_training in modes:
                     # Parts may have been in another mode than the whole.
                     module.training = is_training
