@@ -43,7 +43,7 @@ class TrainState:
 
 @dataclass
 class ElasticState:
-    """The attempts of a run.
+    """The attempts of a run, which runs that are compared bit by bit need not have in common; it has nothing to do with `elastic.enabled`.
 
     Attributes:
         world_size: Number of processes of the attempt.

@@ -141,7 +141,7 @@ class SkippedUpdates:
         self._put_back: tuple[Callable[[], None], Callable[..., None]] | None = None
         """What puts back figures and attributes; `None` where the open update was not remembered."""
         self.may_skip = True
-        """Whether an update whose loss or gradient is not finite is skipped; else it is an error."""
+        """Whether updates are skipped, so that what one changes is remembered; which of them, `UpdateStep` decides."""
 
     def bind(self) -> None:
         """Look again whether updates may be skipped, and which modules have buffers. Called where a pass begins."""

@@ -607,7 +607,10 @@ class UpdateStep:
 
 
 def _checks_on_device(totals: StepTotals, grad_norm: Tensor) -> Tensor:
-    """Return whether loss and gradient are finite, and whether there is a weight where that is on the device, of one dimension."""
+    """Return whether loss and gradient are finite, and whether there is a weight where that is on the device, of one dimension.
+
+    Those who read it later know what each place means: a reason that only skips is in `UpdateStep._reason_to_skip` alone.
+    """
     finite = torch.isfinite(grad_norm)
     if isinstance(totals.nonfinite, Tensor):
         finite = finite & (totals.nonfinite == 0)

@@ -134,7 +134,7 @@ class TracingRunner(dl.TorchRunner):
 
 
 def whole_state(runner: dl.TorchRunner) -> dict[str, Any]:
-    """Return the state of a run, less what says on which attempt and under which configuration it was reached."""
+    """Return the state of a run that is not closed, less what says on which attempt and under which configuration it was reached."""
     payload = runner.state_dict()
     payload.pop("runner")
     payload["state"].pop("elastic")
