@@ -177,7 +177,10 @@ class Window:
         return self._reference * averaged_over / total_weight if total_weight else 0.0
 
 
-def _zero_unless(weight: float | Tensor, gradient: Tensor) -> Tensor:
+def _zero_unless(weight: float | Tensor, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        # Of an output that the loss does not depend on, under a wrapper that takes all of them through one operation.
+        return None
     return torch.where(weight > 0, gradient, 0.0) if isinstance(weight, Tensor) else torch.zeros_like(gradient)
 
 

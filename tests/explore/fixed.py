@@ -46,6 +46,12 @@ FOUND: dict[str, str] = {
         '{"criterion": {"kind": "bce", "reduction": "sum"}, "data": {"form": "mapping", "source": "iterable", "train": 17, "val": 7}, '
         '"events": [{"at": 3, "kind": "stop"}], "settings": {"async_mode": "disabled", "batch_size": 5, "drop_last": false, "seed": 2}}'
     ),
+    "batch-without-labels-of-a-model-that-returns-its-loss-and-logits": (
+        '{"criterion": {"kind": "in_model"}, "data": {"form": "keywords", "inputs": "tokens", "ragged": true, "source": "list", '
+        '"train": 6, "val": 5}, "model": {"parts": [{"kind": "linear"}], "tasks": true, "tied": true}, "optimizer": {"kind": '
+        '"adagrad", "lr": 0.01}, "settings": {"accum_steps": 2, "batch_size": null, "drop_last": true, "global_batch_size": 6, '
+        '"seed": 3}, "stack": {"find_unused": true, "ranks": 2}}'
+    ),
     "ranks-of-ddp-that-use-different-blocks-end-with-an-error-of-words": (
         '{"criterion": {"kind": "bce"}, "data": {"source": "list", "train": 15}, "model": {"parts": [{"kind": "complex"}, '
         '{"kind": "sometimes", "parts": [{"kind": "complex"}]}]}, "stack": {"ranks": 2}}'
