@@ -34,7 +34,7 @@ from .batches import (
 )
 from .keys import RandomKeys
 from .metric_checks import GivenMetrics
-from .recompute import Recompute
+from .recompute import BufferCopies, Recompute
 from .results import checked_figures
 from .session import TrainingSession
 from .update import UpdateStep
@@ -310,7 +310,9 @@ class Evaluator:
             modes = [(module, module.training) for root in roots for module in root.modules()]
             if runner.window.count and runner.distributed:
                 # Ranks go on with their own ones in the micro-batches of an update.
-                stack.enter_context(_kept([buffer for root in roots for buffer in root.buffers()]))
+                copies = BufferCopies(runner)
+                copies.take()
+                stack.callback(copies.put_back)
             runner.broadcast_buffers()
             if runner.ema is not None:
                 decay = getattr(runner.ema, "decay", None)
@@ -459,18 +461,6 @@ class Evaluator:
             # A list has an item for each sample: only where there is padding are some left out.
             samples = len(pred) if isinstance(pred, list) else count_samples(data)
         return self.forward.counted(split_by_sample(pred, samples, nodes_of_graphs(data)))
-
-
-@contextmanager
-def _kept(tensors: list[Tensor]) -> Iterator[None]:
-    """Put tensors back as they were at the end."""
-    before = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, before):
-                tensor.copy_(value)
 
 
 def even_out(batches: Iterator[Batch], *, ranks: Domain, readers: Domain, reads: bool = True) -> Iterator[Batch]:
