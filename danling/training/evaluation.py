@@ -308,7 +308,9 @@ class Evaluator:
             roots = [wrapped] if criterion is None else [wrapped, criterion]
             was_training = [root.training for root in roots]
             modes = [(module, module.training) for root in roots for module in root.modules()]
-            if runner.window.count and runner.distributed:
+            # Each of several optimizers has another window, which is empty in a block that is not due.
+            is_within_update = session.in_step or runner.window.count > 0
+            if is_within_update and runner.distributed:
                 # Ranks go on with their own ones in the micro-batches of an update.
                 copies = BufferCopies(runner)
                 copies.take()

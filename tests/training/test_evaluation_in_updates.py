@@ -55,11 +55,29 @@ class Looks(dl.Runner):
             "val": TensorDataset(inputs[:4], inputs[:4, :1]),
         }
         self.model, self.criterion = model(), nn.MSELoss()
+        if self.config.get("phases"):
+            layer: Any = self.model.layer
+            self.optimizer = {
+                "scale": torch.optim.SGD([layer.weight], lr=0.1),
+                "shift": torch.optim.SGD([layer.bias], lr=0.1),
+            }
 
-    def train_step(self, data: Any) -> Any:
+    def look(self) -> None:
         if self.verb:
             getattr(self, self.verb)("val")
-        return super().train_step(data)
+
+    def train_step(self, data: Any) -> Any:
+        if not self.config.get("phases"):
+            self.look()
+            return super().train_step(data)
+        inputs, targets = data
+        # The last block is due in each second pass only.
+        for name, every in (("scale", 1), ("shift", 2)):
+            with self.optimizing(name, every=every) as is_due:
+                self.look()
+                if is_due:
+                    self.backward(self.compute_loss(self.model(inputs), targets))
+        return None, None
 
 
 def trained(root: Path, verb: str, more: dict[str, Any], model: type[nn.Module] = Centered) -> list[dict[str, Tensor]]:
@@ -77,6 +95,7 @@ def trained(root: Path, verb: str, more: dict[str, Any], model: type[nn.Module] 
 
 STACKS: dict[str, dict[str, Any]] = {
     "ddp": {},
+    "blocks of several optimizers": {"phases": True},
     "averages": {"ema": {"enabled": True, "decay": 0.5}},
     "replicate": {"stack": "parallel", "parallel": {"axes": {"replicate": 2}}},
     "accelerate": {"stack": "accelerate"},
