@@ -316,9 +316,10 @@ def set_collective_timeout(seconds: float, groups: Iterable[dist.ProcessGroup | 
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
+    # Public since torch 2.15, which warns of the private name.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:
-        # The only way that torch offers; its own name says that it may move.
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        set_timeout(timedelta(seconds=seconds), group)
 
 
 def collective_timeout(device: torch.device) -> float | None:

@@ -64,7 +64,7 @@ class Topology:
         if self._mesh is not None:
             _begin_random_tracker(self._mesh)
         self._flat: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        self._limit(self._groups())
+        self._limit(self._axis_groups())
         self.data = self.domain(*axes_with(reads_data=True))
         self.optimizer = self.domain(*AXES)
 
@@ -112,7 +112,7 @@ class Topology:
             self._limit([self._flat[names]])
         return self._flat[names]
 
-    def _limit(self, groups: list[dist.ProcessGroup | None]) -> None:
+    def _limit(self, groups: list[dist.ProcessGroup]) -> None:
         """Give groups the time limit of the default one: torch makes those of a mesh with 30 minutes, whatever that has."""
         limit = collective_timeout(self.device)
         if limit is not None:
@@ -120,8 +120,10 @@ class Topology:
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         """Return the default group, and the groups of the mesh that have been made so far."""
-        single = [] if self._mesh is None else [self._mesh.get_group(name) for name in self.axes.active]
-        return [None, *single, *self._flat.values()]
+        return [None, *self._axis_groups(), *self._flat.values()]
+
+    def _axis_groups(self) -> list[dist.ProcessGroup]:
+        return [] if self._mesh is None else [self._mesh.get_group(name) for name in self.axes.active]
 
     def domain(self, *axes: str) -> Domain:
         """Return the domain of this rank over axes, without communication when all of them are 1. Call on all ranks."""
