@@ -214,9 +214,18 @@ class MetricSet:
         return result
 
 
-def has_halves(pred: object, target: object) -> bool:
-    """Whether the samples of a batch can be divided into two parts."""
+def has_halves(pred: object, target: object, read: int | None) -> bool:
+    """Whether the samples of a batch can be divided into two parts.
+
+    Args:
+        pred: The prediction of a batch.
+        target: Its target.
+        read: How many samples the loader has read for it; `None` where it does not know.
+    """
     if not (isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.ndim and target.ndim):
+        return False
+    if len(pred) != read and pred.ndim > 1 and pred.shape[1] == read:
+        # The time is first: a metric of the last step is another one of each half of the time.
         return False
     return 2 <= len(pred) == len(target)
 

@@ -214,7 +214,7 @@ class Evaluator:
         metrics = self._metrics
         totals = Meters(exact=self.exact)
         scored, evaluated = False, 0.0
-        tried: tuple[Any, Any] | None = None
+        tried: tuple[Any, Any, int | None] | None = None
         metrics.reset()
         is_unbounded = limit is None and not _has_length(source.loader)
         read = self._pass_over(source, limit, is_unbounded=is_unbounded)
@@ -241,7 +241,8 @@ class Evaluator:
                     if metrics and pred is not None:
                         metrics.update(prediction_of(pred), peek_target(data), samples)
                         if self._is_trying and samples:
-                            tried = prediction_of(pred), peek_target(data)
+                            number = batch.read if batch.samples is None else batch.samples
+                            tried = prediction_of(pred), peek_target(data), number
                     scored = scored or loss is not None
                     evaluated += samples if pred is not None or loss is not None else 0
                 if self._is_trying:
@@ -394,14 +395,14 @@ class Evaluator:
             finally:
                 self._metrics.reset()
 
-    def _name_no_means(self, split: str, tried: tuple[Any, Any] | None) -> None:
+    def _name_no_means(self, split: str, tried: tuple[Any, Any, int | None] | None) -> None:
         # On all ranks or on none: a metric may communicate, and so may a prediction that is divided over ranks.
         mine = (True, True) if tried is None else (has_halves(*tried), can_be_drawn(tried[0]))
         found = self.runner.placement.optimizer.gather_objects(mine)
         if tried is None or not all(halves for halves, _ in found):
             return
         draws = all(drawn for _, drawn in found)
-        for name, (of_batch, mean) in self._metrics.no_means(*tried, draws=draws).items():
+        for name, (of_batch, mean) in self._metrics.no_means(*tried[:2], draws=draws).items():
             if self.runner.is_main_process and name not in self._no_means:
                 logger.warning(
                     "Expected metric %r to be a mean over samples. Received: %.4g for the targets of a batch of split %r, and a mean of "

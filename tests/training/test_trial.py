@@ -13,7 +13,7 @@ from support.processes import run_processes
 from support.toys import differences, line_of, settings
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics import MeanMetric
 
 import danling as dl
@@ -281,6 +281,39 @@ def test_f1_is_named_before_training_although_the_model_predicts_one_class(
         runner.train()
     lines = [line for line in caplog.messages if "to be a mean over samples" in line]
     assert [("'f1'" in line, "'accuracy'" in line) for line in lines] == [(True, False)]
+
+
+def time_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([values for values, _ in samples], 1), torch.stack([labels for _, labels in samples], 1)
+
+
+class LastStep(dl.Runner):
+    """Classifies each step of sequences, whose batches have the time first, and measures the last step."""
+
+    def __init__(self, config: Mapping[str, Any], own_loader: bool) -> None:
+        super().__init__(config)
+        data: Any = [
+            (torch.arange(21.0).add(7 * index).sin().reshape(7, 3), torch.arange(7) % 3) for index in range(16)
+        ]
+        self.datasets = {"train": data, "val": data}
+        if own_loader:
+            loaders: dict[str, Any] = {
+                split: DataLoader(data, batch_size=8, collate_fn=time_first) for split in self.datasets
+            }
+            self.datasets, self.dataloaders = {}, loaders
+        self.model = nn.Linear(3, 3)
+        self.criterion = lambda pred, target: nn.functional.cross_entropy(pred.flatten(0, 1), target.flatten())
+        self.metrics = {"last": lambda pred, target: accuracy(pred[-1], target[-1])}
+
+
+@pytest.mark.parametrize("own_loader", [False, True])
+def test_halves_of_the_time_are_not_halves_of_the_samples(
+    own_loader: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = {} if own_loader else {"batch_size": 8, "collate_fn": time_first}
+    with LastStep(settings(tmp_path, steps=1, dataloader=loader), own_loader) as runner:
+        runner.train()
+    assert not [line for line in caplog.messages if "to be a mean over samples" in line]
 
 
 def test_random_predictions_are_of_few_values(monkeypatch: pytest.MonkeyPatch) -> None:
