@@ -143,8 +143,9 @@ class Evaluator:
             own = max(-(-(limit - runner.data_domain.rank) // runner.data_domain.size), 0)
         source = self._source(split)
         self._log_order(split, limit, source)
-        totals, scored, samples = self._sums(split, own, source)
-        metrics = checked_figures("summarize", split, runner.summarize(split, totals))
+        with self._session.evaluating(split):
+            totals, scored, samples = self._sums(split, own, source)
+            metrics = checked_figures("summarize", split, runner.summarize(split, totals))
         if scored and math.isnan(metrics.get("loss", 0.0)):
             self._log_ignored(split, limit, totals)
         if limit is not None:
@@ -219,7 +220,7 @@ class Evaluator:
         is_unbounded = limit is None and not _has_length(source.loader)
         read = self._pass_over(source, limit, is_unbounded=is_unbounded)
         with runner.meters.isolated(exact=self.exact):
-            with self._entered(split, "evaluate"), torch.no_grad():
+            with self._entered("evaluate"), torch.no_grad():
                 batches = self._session.between_batches(
                     split, read, sync=self._update.sync, domain=runner.placement.optimizer
                 )
@@ -293,14 +294,12 @@ class Evaluator:
             yield batch
 
     @contextmanager
-    def _entered(self, split: str, mode: EvaluationMode) -> Iterator[None]:
+    def _entered(self, mode: EvaluationMode) -> Iterator[None]:
         """Evaluation mode on the bare model and the criterion, with averaged weights if there are any; on exit all is as it was."""
-        runner, preparation, session = self.runner, self.runner.preparation, self._session
+        runner, preparation = self.runner, self.runner.preparation
         wrapped, bare = runner.model, runner.unwrap(runner.model)
         before = wrapped, runner.mode, runner.carry
         with ExitStack() as stack:
-            if mode == "evaluate" and split:
-                stack.enter_context(session.evaluating(split))
             stack.enter_context(self._keys.evaluating())
             stack.enter_context(preparation.evaluating(wrapped))
             stack.enter_context(evaluation_weights(runner.optimizer))
@@ -310,7 +309,7 @@ class Evaluator:
             was_training = [root.training for root in roots]
             modes = [(module, module.training) for root in roots for module in root.modules()]
             # Each of several optimizers has another window, which is empty in a block that is not due.
-            is_within_update = session.in_step or runner.window.count > 0
+            is_within_update = self._session.in_step or runner.window.count > 0
             if is_within_update and runner.distributed:
                 # Ranks go on with their own ones in the micro-batches of an update.
                 copies = BufferCopies(runner)
@@ -367,7 +366,7 @@ class Evaluator:
         source = self._source(split)
         if not source.can_restart:
             return
-        with source.peek(), self._recompute.preserved():
+        with self._session.evaluating(split), source.peek(), self._recompute.preserved():
             # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
             opened = source if source.kind == "position" else self._data.open(split, source.loader)
             self._is_trying = True
@@ -418,7 +417,7 @@ class Evaluator:
     def call(self, mode: EvaluationMode, step: Callable[[object], object], data: object) -> object:
         """Run a step that a user calls directly, as in an evaluation: in evaluation mode, without gradients, on the device."""
         runner = self.runner
-        with self._entered("", mode), torch.no_grad():
+        with self._entered(mode), torch.no_grad():
             self._keys.begin_batch(mode, "", (runner.placement.data.rank,))
             moved = runner.to_device(data)
             return self._run_step(step, moved) if mode == "evaluate" else step(moved)
@@ -428,7 +427,7 @@ class Evaluator:
     def infer(self, split: str) -> list[Any]:
         """Return the predictions of a split in the order of the dataset, the same on all ranks."""
         self._update.check_updates_made()
-        with self._entered(split, "infer"):
+        with self._entered("infer"):
             source = self._source(split)
             self._log_order(split, None, source)
             mine = [self._predict(split, batch) for batch in self._pass_over(source)]
@@ -445,7 +444,7 @@ class Evaluator:
                 batch = next(batches, None)
             if batch is None:
                 return
-            with self._entered(split, "infer"):
+            with self._entered("infer"):
                 predictions = self._predict(split, batch)
             yield predictions
 

@@ -196,3 +196,44 @@ def test_nothing_is_named_where_nothing_is_lost(
         runner.train()
         runner.evaluate()
     assert "outside of an evaluation" not in caplog.text
+
+
+class Recall:
+    """An object that makes new tensors at a reset, and adds to them in place."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.hits, self.samples = torch.zeros(3), torch.zeros(3)
+
+    def update(self, pred: Tensor, target: Tensor) -> None:
+        self.samples += torch.bincount(target, minlength=3)
+        self.hits += torch.bincount(target[pred.argmax(1) == target], minlength=3)
+
+    def compute(self) -> Tensor:
+        return (self.hits / self.samples.clamp(min=1)).mean()
+
+
+class WithRecall(Metered):
+    """Evaluates two splits, also within an epoch."""
+
+    def __init__(self, config: Mapping[str, Any], metric: Any) -> None:
+        super().__init__(config, None)
+        self.metrics = {"recall": metric}
+        self.datasets["test"] = self.datasets["val"]
+
+    def step(self) -> Any:
+        outcome = super().step()
+        if self.train_state.global_step == 4:
+            self.evaluate("val")
+        return outcome
+
+
+@pytest.mark.parametrize("make", [Recall, Plain])
+def test_no_reset_or_trial_of_the_library_is_named(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "danling")
+    for epochs in (1, 2):
+        with WithRecall(settings(tmp_path, train_metrics=False, epochs=epochs), make()) as runner:
+            runner.train()
+    assert "outside of an evaluation" not in caplog.text
