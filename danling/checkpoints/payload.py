@@ -426,7 +426,7 @@ _SECTIONS: Mapping[str, Check] = {
             "open_result": _named(_mapping),
             "metrics_mark": _optional(_mark),
             "metric_attributes": _named(_named(_named(_mapping))),
-            "pass_settings": _named(_scalar),
+            "pass_settings": _kept(_node),
         }
     ),
     "dataloaders": _named(_position),

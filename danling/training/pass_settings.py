@@ -1,31 +1,39 @@
-"""Saves the numbers and text that `on_pass_start` sets in modules: the hook is not called for the rest of a pass that is resumed."""
+"""Saves the values that `on_pass_start` sets in modules: the hook is not called for the rest of a pass that is resumed."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from danling.distributed import Domain
+from danling.checkpoints.payload import DICTS, LISTS
+from danling.utils.encoding import MISSING, SCALARS, is_of_numpy
 from danling.utils.secrets import names_secret
 from danling.utils.tensors import canonical_name
 
-from .attribute_snapshot import is_left_out
+from .attribute_restore import CannotRestore, Decoder
+from .attribute_snapshot import AttributeSnapshot, Entry, Key, is_left_out
+from .rank_values import value_of_rank, values_of_all
 from .run_state import StatePart
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
-_PLAIN = (bool, int, float, str, type(None))
+logger = logging.getLogger("danling")
+
 _OF_MODULE = frozenset(vars(nn.Module()))
+_SECTION = "pass_settings"
 
 
 class PassSettings:
-    """Remembers which plain attributes of model and criterion `on_pass_start` has set, such as the `p` of a dropout.
+    """Remembers which values of model and criterion `on_pass_start` has set, such as the `p` of a dropout or the weights of classes.
 
-    They are in a checkpoint with the values that they have at the save, those of the first rank that has each.
+    Values are numbers, text, tensors, arrays, members of enumerations, and containers of these. They are in a checkpoint as they are at
+    the save, for each rank where ranks differ.
     """
 
     def __init__(self, runner: TorchRunner) -> None:
@@ -35,32 +43,64 @@ class PassSettings:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Note what is set inside."""
-        before = self._values()
+        before = {name: _mark(value) for name, value in self._values()}
         yield
-        missing = object()
-        self._set |= {name for name, value in self._values().items() if not _is_same(before.get(name, missing), value)}
+        self._set |= {name for name, value in self._values() if before.get(name, MISSING) != _mark(value)}
 
     def part(self) -> StatePart:
         """Return the entry of a checkpoint."""
+        return StatePart(_SECTION, self._state, self._load, default=dict, alone=self._state_alone)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what was set. A small collective."""
         world = self._runner.world
-        return StatePart(
-            "pass_settings", lambda: self._state(world), self._load, default=dict, alone=lambda: self._state(None)
-        )
+        # Where one rank has set a value, that of another may be equal to what was there.
+        entries = self._entries(set().union(*world.gather_objects(self._set)))
+        return values_of_all(world, entries.keys(), entries).get(_SECTION, {})
 
-    def _state(self, domain: Domain | None) -> dict[str, object]:
-        """Return what was set. A small collective of the domain, if there is one."""
-        mine = {name: value for name, value in self._values().items() if name in self._set} if self._set else {}
-        ranks = [mine] if domain is None else domain.gather_objects(mine)
-        return {name: value for of_rank in reversed(ranks) for name, value in of_rank.items()}
+    def _state_alone(self) -> dict[str, Any]:
+        return {name: {"value": entry.node} for (_, name), entry in self._entries(self._set).items()}
 
-    def _load(self, stored: Mapping[str, object], _: Collection[str]) -> None:
+    def _entries(self, names: Collection[str]) -> dict[Key, Entry]:
+        """Return the encoded values of some names; one of which a part has no encoding is left to the program."""
+        found: dict[Key, Entry] = {}
+        if not names:
+            return found
+        snapshot = AttributeSnapshot(self._runner)
+        # A buffer is named by its place among those of the model elsewhere, and is a value here.
+        snapshot.paths.clear()
+        for name, value in self._values():
+            if name in names:
+                entry = snapshot.attribute(name, value)
+                entry.digest = snapshot.digest_of(entry.node)
+                if not entry.left:
+                    found[_SECTION, name] = entry
+        return found
+
+    def _load(self, stored: Mapping[str, Any], _: Collection[str]) -> None:
         modules = dict(self._modules())
-        for name, value in stored.items():
+        decoder = Decoder(AttributeSnapshot(self._runner))
+        for name, entry in stored.items():
             path, _, key = name.rpartition(".")
             module = modules.get(path)
-            # Of another stage of a pipeline, or what is no plain attribute of the module, such as a method.
-            if module is None or type(value) not in _PLAIN or key in _OF_MODULE or not _is_plain(module, key):
+            # Of another stage of a pipeline, or what is no value of the module, such as a method or a weight.
+            if module is None or key in _OF_MODULE or not _takes_value(module, key):
                 continue
+            node = value_of_rank(self._runner.world, f"state.{_SECTION}", name, entry)
+            # Into no object that is there: the program may have given it to others too. A named tuple tells its class.
+            there = getattr(module, key, MISSING)
+            try:
+                current = there if isinstance(there, tuple) else MISSING
+                value = MISSING if node is MISSING else decoder.decode(node, current, name, key)
+            except CannotRestore as error:
+                logger.warning(
+                    "%s is not as on_pass_start had set it, for the rest of the pass: it was %s.", name, error
+                )
+                continue
+            if value is MISSING or not _is_value(value):
+                continue
+            if key in module._buffers and isinstance(value, Tensor):
+                value = value.to(self._runner.device)
             setattr(module, key, value)
             self._set.add(name)
 
@@ -70,24 +110,49 @@ class PassSettings:
                 for name, module in owner.named_modules():
                     yield ".".join(filter(None, (root, canonical_name(name)))), module
 
-    def _values(self) -> dict[str, object]:
-        """Return the plain attributes of all modules, less text under the names of places and secrets."""
+    def _values(self) -> Iterator[tuple[str, object]]:
+        """Yield the values of all modules, less text under the names of places and secrets."""
         secret_keys = self._runner.config.secret_keys or ()
-        return {
-            f"{path}.{key}": value
-            for path, module in self._modules()
-            for key, value in vars(module).items()
-            if type(value) in _PLAIN and key not in _OF_MODULE
-            if type(value) is not str or not is_left_out(key, names_secret(key, secret_keys))
-        }
+        for path, module in self._modules():
+            for key, value in (vars(module) | module._buffers).items():
+                is_open = type(value) is not str or not is_left_out(key, names_secret(key, secret_keys))
+                if key not in _OF_MODULE and is_open and _is_value(value):
+                    yield f"{path}.{key}", value
 
 
-def _is_same(before: object, now: object) -> bool:
-    return type(before) is type(now) and before == now
+def _is_value(value: Any) -> bool:
+    """Whether a value is made of numbers, text, tensors, arrays and members of enumerations alone."""
+    if type(value) in SCALARS or isinstance(value, Enum) or is_of_numpy(value):
+        return True
+    if isinstance(value, Tensor):
+        return not isinstance(value, nn.Parameter) and not value.requires_grad
+    if type(value) in DICTS.values():
+        return all(map(_is_value, value)) and all(map(_is_value, value.values()))
+    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+    return (is_named_tuple or type(value) in LISTS.values()) and all(map(_is_value, value))
 
 
-def _is_plain(module: nn.Module, key: str) -> bool:
-    """Whether a name of a module is free, or that of a plain attribute."""
+def _mark(value: Any) -> Any:
+    """Return what differs once a value was replaced or has changed in place."""
+    if isinstance(value, Tensor):
+        # The tensor itself is kept, so that no other one gets its id.
+        return id(value), 0 if value.is_inference() else value._version, value
+    if is_of_numpy(value):
+        return type(value), value.dtype, value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return type(value), [(_mark(key), _mark(each)) for key, each in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return type(value), value.copy()
+    if type(value) in LISTS.values() or isinstance(value, tuple):
+        return type(value), [_mark(each) for each in value]
+    return type(value), value
+
+
+def _takes_value(module: nn.Module, key: str) -> bool:
+    """Whether a name of a module is free, that of a value, or that of a buffer which is not there."""
+    if key in module._buffers:
+        # One that is there has been restored with the model or the criterion.
+        return module._buffers[key] is None
     if key in vars(module):
-        return type(vars(module)[key]) in _PLAIN
+        return _is_value(vars(module)[key])
     return key.isidentifier() and not hasattr(module, key)
