@@ -15,6 +15,7 @@ from danling.data.run_data import RunData
 from danling.optim import JointOptimizer
 
 from .outcome import UpdateOutcome
+from .precision import leave_update
 from .reduction import GradientReduction
 from .session import TrainingSession
 from .update import UpdateStep
@@ -229,6 +230,7 @@ class Phases:
         for phase in self._phases.values():
             phase.gradients, phase.outcome = [], None
             phase.window.reset()
+            leave_update(phase.scaler)
 
     def state_dict(self) -> dict[str, Any]:
         """Return skips in a row and the scaler of each phase."""

@@ -47,6 +47,12 @@ class Precision:
         return torch.amp.GradScaler(self._device.type) if self.dtype is torch.float16 else None
 
 
+def leave_update(scaler: torch.amp.GradScaler | None) -> None:
+    """Forget that gradients have been unscaled: the update that did it was left before its end, and is made again."""
+    if scaler is not None:
+        scaler._per_optimizer_states.clear()
+
+
 def no_autocast() -> AbstractContextManager[object]:
     """Return the context of a forward in full precision."""
     return NO_CONTEXT

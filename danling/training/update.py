@@ -35,6 +35,7 @@ from .bad_samples import GivenBatches
 from .batch_weights import BatchLoss
 from .batches import check_returned, note_batch, peek_target, prediction_of
 from .outcome import UNCOMMITTED, NonFiniteError, UpdateOutcome
+from .precision import leave_update
 from .recompute import Recompute, SkippedUpdates, map_carry
 from .window import Window, WindowGradients
 
@@ -379,6 +380,7 @@ class UpdateStep:
             self._phases.leave_open()
         if self.canonical is not None:
             self.canonical.drop()
+        leave_update(runner.reduction.scaler)
         runner.zero_gradients()
         window.reset()
         self._given, self._gradients, self.move_source = [], None, None

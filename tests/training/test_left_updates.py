@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,49 @@ def train(config: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
         assert runner.train_state.global_step == 2 and not runner.left
         runner.train()
         return {name: value.clone() for name, value in runner.model_state_dict().items()}, runner.train_state.micro_step
+
+
+class Half(Failing):
+    """Fails in float16 where its gradients have been unscaled; the model is in single precision."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model = make().float()
+        self.datasets = {"train": TensorDataset(INPUTS.float(), TARGETS.float())}
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        if self.config.phased:
+            self.optimizer = {"all": self.optimizer}
+
+    def train_step(self, data: Any) -> Any:
+        inputs, targets = data
+        with self.optimizing("all") if self.config.phased else nullcontext():
+            loss = self.compute_loss(self.model(inputs), targets)
+            self.backward(loss)
+        return None, loss
+
+
+def train_half(config: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
+    with Half(config) as runner:
+        if runner.config.kind == "in the step":
+            with pytest.raises(RuntimeError, match="before the step"):
+                runner.train()
+            assert runner.train_state.global_step == 2
+        runner.train()
+        return {name: value.clone() for name, value in runner.model_state_dict().items()}, runner.train_state.micro_step
+
+
+@pytest.mark.parametrize("phased", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_update_in_float16_that_was_left_after_unscaling_is_made_again(
+    world_size: int, phased: bool, tmp_path: Path
+) -> None:
+    loader = {"batch_size": 4 // world_size, "shuffle": False}
+    more = {"steps": UPDATES, "accum_steps": 2, "dataloader": loader, "precision": "fp16", "phased": phased}
+    whole = run_processes(train_half, settings(tmp_path / "whole", kind="none", **more), world_size=world_size)
+    left = run_processes(train_half, settings(tmp_path / "left", kind="in the step", **more), world_size=world_size)
+    for (weights, steps), (others, other_steps) in zip(whole, left):
+        torch.testing.assert_close(weights, others, rtol=0, atol=0)
+        assert steps == other_steps == 2 * UPDATES
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
