@@ -469,10 +469,17 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, help="put the ratios into the sentences of that page")
     parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
     parser.add_argument(
-        "--peers", nargs="*", help="measure these only, such as Ignite, together with the loop by hand and this library"
+        "--peers",
+        nargs="*",
+        choices=list(WAYS),
+        help="measure these only, together with the loop by hand and this library",
     )
     parser.add_argument("--cpu-time", action="store_true", help="count time of the processor: for a busy machine")
     asked = parser.parse_args()
+    if asked.steps <= WARM_UP:
+        parser.error(
+            f"Expected --steps to be more than {WARM_UP}, the updates of a block that are not counted. Received: {asked.steps}."
+        )
     Clock.of_processor = asked.cpu_time
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)

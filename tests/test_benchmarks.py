@@ -30,6 +30,14 @@ def test_a_benchmark_measures(name: str, options: list[str], figures: set[str], 
     assert figures <= set(json.loads((tmp_path / "figures.json").read_text()))
 
 
+@pytest.mark.parametrize("words", [("--steps", "100"), ("--peers", "Ignit")])
+def test_peers_refuses_what_it_would_not_measure(words: tuple[str, str]) -> None:
+    """It printed a time below zero, and the table without the peer."""
+    exit_code, output = run_python(BENCHMARKS / "peers.py", *words)
+    assert exit_code == 2, output
+    assert words[0] in output and words[1] in output
+
+
 @pytest.mark.parametrize("layout", ["FSDP 2", "PP 2", pytest.param("CP 2", marks=pytest.mark.slow)])
 def test_an_update_makes_the_collectives_of_theory(layout: str) -> None:
     exit_code, output = run_python(BENCHMARKS / "communication.py", layout, "--json", "counts.json", warm=True)
