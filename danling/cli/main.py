@@ -6,7 +6,7 @@ Exit codes:
        the runs of `diff` differ, `audit` found another end, or `check-layout` or `prove` other gradients.
     2  the command line is wrong: an unknown option, a value that cannot be.
     3  there is nothing to work on: no such path, no run, no checkpoint.
-    4  an optional package is missing; the message names the extra to install.
+    4  an optional package is missing; the message says what to install.
     130  interrupted; 143 of those that start programs, by SIGTERM.
 """
 
