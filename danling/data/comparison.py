@@ -16,6 +16,8 @@ from danling.utils.tensors import is_plain_tensor
 _VALUES = 64
 _PRIME = 2_654_435_761
 """The golden ratio of 2**32, nearest prime: its multiples are far from each other in an array of any size."""
+_MOST_SEARCHED = 2**22
+"""Most values of an array in which those other than the most frequent one are searched."""
 _DEPTH = 4
 _ITEMS = 8
 """Entries of a list or mapping that are looked into."""
@@ -27,8 +29,7 @@ def describe(value: Any, depth: int = _DEPTH) -> object:
         return str(value.dtype), str(value.layout)
     if isinstance(value, Tensor) or type(value).__module__ == "numpy":
         if hasattr(value, "shape"):
-            size = math.prod(value.shape)
-            return str(value.dtype), tuple(value.shape), _values_at(value, _scattered(size))
+            return str(value.dtype), tuple(value.shape), _values_of(value, math.prod(value.shape))
     elif hasattr(value, "dtype") and hasattr(value, "ravel"):  # a column of a table
         return str(value.dtype), tuple(value.shape), value.ravel()[:_VALUES].tolist()
     if isinstance(value, (str, bytes, bool, int, float, range, type(None), os.PathLike)):
@@ -78,6 +79,18 @@ def _attributes(value: object) -> dict[str, object]:
         return dict(object.__getattribute__(value, "__dict__"))
     except AttributeError:
         return {}
+
+
+def _values_of(value: Any, size: int) -> list[object]:
+    values = _values_at(value, _scattered(size))
+    can_be_searched = is_plain_tensor(value) if isinstance(value, Tensor) else value.dtype.kind in "biuf"
+    if not can_be_searched or not _VALUES < size <= _MOST_SEARCHED or values.count(values[0]) < len(values):
+        return values
+    # Nearly all values may be zero, as those of words in a bag or of one class out of many: the others tell such arrays apart.
+    differs = (value != values[0]).reshape(-1)
+    places = differs.nonzero() if isinstance(value, Tensor) else differs.nonzero()[0]
+    found: list[int] = places.reshape(-1)[:_VALUES].tolist()
+    return [*values, *found, *_values_at(value, found)]
 
 
 def _scattered(size: int) -> Sequence[int]:
