@@ -22,7 +22,7 @@ from danling.utils.messages import listed
 from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter, with_local_part
 
 from .axes import axes_with
-from .fsdp import set_gradient_sync, sharded_modules
+from .fsdp import reshard, set_gradient_sync, sharded_modules
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -135,6 +135,12 @@ class MeshReduction(GradientReduction):
         if self.gradient_sync is not None:
             set_gradient_sync(self.model, self.gradient_sync, last=last)
         return loss_context(self.topology)
+
+    def drop_open(self) -> None:
+        """Drop the sums that FSDP2 keeps until the last micro-batch, and free what a forward without its backward has gathered."""
+        reshard(self.model)
+        if self.order is not None:
+            self.order.drop_open()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate a loss that is scaled already; in a pipeline, whose schedule runs the backward, hand it on."""
@@ -282,6 +288,11 @@ class CanonicalReduceScatter(ReduceScatter):
         if calls != 1 and any(parameter.requires_grad for parameter in self.parameters.values()):
             raise self.without_gradient()
 
+    def drop_open(self) -> None:
+        """Forget the open update, which is made again."""
+        self.calls = 0
+        self._tree.blocks = {}
+
     def without_gradient(self) -> ValueError:
         """Return the error for a micro-batch that leaves parameters without a gradient."""
         names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
@@ -332,6 +343,12 @@ class CanonicalMeshReduction(MeshReduction):
             for parameter in exchange.parameters.values():
                 parameter.grad = None
         return super().context(last=True)
+
+    def drop_open(self) -> None:
+        """Drop the micro-batches that were exchanged, too."""
+        super().drop_open()
+        for exchange in self.exchanges:
+            exchange.drop_open()
 
     def complete(self) -> None:
         """Add the gradients of parameters that are not sharded."""

@@ -120,6 +120,17 @@ class Unit:
         """Whether gradients of earlier micro-batches are still to be added over the replicas."""
         return self._group._partial_reduce_output is not None
 
+    def drop_open(self) -> None:
+        """Drop the gradients of an update that is left half-way."""
+        for each in self._group.fsdp_params:
+            parameter = getattr(each, "_unsharded_param", None)
+            if parameter is not None:
+                parameter.grad = None
+            each.unsharded_accumulated_grad = None
+        self._group._partial_reduce_output = None
+        self.used = self.unused = frozenset()
+        self._was_gathered = False
+
     def finish(self) -> None:
         """Add over the replicas what the last backward has left. Called on all ranks."""
         self.reduce()
@@ -235,6 +246,11 @@ class UnitOrder(Observer):
             unit.used -= own
             unit.unused -= own
             begin += len(unit.places)
+
+    def drop_open(self) -> None:
+        """Drop the gradients of an update that is left half-way, which the units keep until its last micro-batch."""
+        for unit in self.units:
+            unit.drop_open()
 
     # Comparison
 

@@ -184,6 +184,8 @@ class TrainingLoop:
             )
         runner._check_settings()
         self._evaluator.check_metrics()
+        # Before the parameters are looked at: a forward without its backward may have put gathered ones in their place.
+        self._update.leave_open()
         self._checks.check_optimizer()
         if isinstance(runner.checkpoint_manager, CheckpointManager):
             runner.checkpoint_manager.check_weights(runner.named_parameters())
@@ -215,7 +217,6 @@ class TrainingLoop:
             stack.enter_context(session.observed())
             # What cannot be trained is refused here, before a tracker is opened and a signal handler installed.
             self.begin_updates()
-            self._update.leave_open()
             runner.model.train()
             runner.open_trackers()
             runner.init_signal_handlers()

@@ -73,6 +73,7 @@ class Recompute:
         def take_back() -> None:
             if window:
                 runner.window.reset()
+                runner.reduction.drop_open()
                 runner.reduction.zero()
             put_attributes_back()
             buffers.put_back()

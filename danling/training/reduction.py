@@ -167,6 +167,9 @@ class GradientReduction:
         for parameter in self._unowned:
             parameter.grad = None
 
+    def drop_open(self) -> None:
+        """Drop what the micro-batches of an update that is left half-way have put elsewhere than into `grad`. No communication."""
+
     # What errors, warnings and replays ask for
 
     def without_gradient(self, trained: set[int]) -> list[str]:

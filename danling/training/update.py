@@ -381,6 +381,7 @@ class UpdateStep:
         if self.canonical is not None:
             self.canonical.drop()
         leave_update(runner.reduction.scaler)
+        runner.reduction.drop_open()
         runner.zero_gradients()
         window.reset()
         self._given, self._gradients, self.move_source = [], None, None
