@@ -20,6 +20,7 @@ environment and the working directory of the test.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -51,6 +52,8 @@ from .process_tree import die_with_parent, kill_tree
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(MODULES)
+_STACKS = signal.SIGRTMIN + 7
+"""Has a rank write the stacks of its threads: a signal that no program of the tests uses."""
 
 
 class ProcessFailure(AssertionError):
@@ -271,6 +274,11 @@ def _kill(members: Sequence[_Member]) -> None:
         _receive(member)
     living = [member for member in members if member.process.is_alive()]
     for member in living:
+        # Ranks and what they have started, such as workers of a loader: where each of them waits says what they wait for.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(member.process.pid or 0, _STACKS) if member.process.pid else None
+    time.sleep(0.5 if living else 0)  # until they have written it
+    for member in living:
         if member.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member.process.pid, signal.SIGSTOP)
@@ -338,6 +346,7 @@ def _enter(
     gc.freeze()
     die_with_parent()
     os.setpgid(0, 0)
+    faulthandler.register(_STACKS, file=sys.__stderr__)
     # What it starts itself, such as workers of a loader, starts as in any other program: not by a server of its own.
     multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
