@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -14,6 +15,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from danling.utils.files import open_file, replacing, write_all, write_error
 from danling.utils.plain import parse_json
+
+logger = logging.getLogger("danling")
 
 PathLike = str | os.PathLike[str]
 
@@ -43,14 +46,23 @@ class JsonLines:
         file: The file.
         resume_step: The step of that save; lines of later steps are cut off.
         resume_mark: The mark of that save. It counts instead of the step: lines of the same step may have been written after the save.
+        is_continued: Whether that save is of this directory: a warning then names lines that the file has lost.
     """
 
-    def __init__(self, file: PathLike, *, resume_step: int | None = None, resume_mark: FileMark | None = None) -> None:
+    def __init__(
+        self,
+        file: PathLike,
+        *,
+        resume_step: int | None = None,
+        resume_mark: FileMark | None = None,
+        is_continued: bool = False,
+    ) -> None:
         self.file = Path(file)
         self.mark: FileMark | None = None
         """The end of the file as this attempt has written it; `None` before the first line."""
         self._resume_step: int | None = resume_step or 0
         self._resume_mark = resume_mark
+        self._is_continued = is_continued
         self._handle: int | None = None
 
     def write(self, line: Mapping[str, object]) -> None:
@@ -88,10 +100,25 @@ class JsonLines:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists() and self._resume_step is not None:
             self.mark = _cut_back(self.file, self._resume_step, self._resume_mark)
+        if self._is_continued and self._resume_step is not None:
+            self._warn_of_lost_lines()
         # What this attempt has written is never cut.
         self._resume_step = None
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         return os.open(self.file, flags, 0o666)
+
+    def _warn_of_lost_lines(self) -> None:
+        written = 0 if self._resume_mark is None else self._resume_mark.lines
+        found = 0 if self.mark is None else self.mark.lines
+        if found < written:
+            logger.warning(
+                "%s has %s of the %s lines that were written before the checkpoint of this run: it was cut, changed or not copied. "
+                "The metrics of those updates are missing there and in curves. If you have them, stop, put the file back, and start "
+                "again.",
+                self.file,
+                f"{found:,}",
+                f"{written:,}",
+            )
 
 
 class JsonlTracker(JsonLines):

@@ -87,6 +87,7 @@ class TrackerSet:
         self._untaken: set[str] = set()
         """Kinds of media that were logged and that some tracker does not take."""
         self._resumed: FileMark | None = FileMark(0, 0)
+        self._is_continued = False
         self._held: FileMark | None = None
         self._is_held = False
         self.recent: deque[tuple[dict[str, float], int]] | None = None
@@ -103,6 +104,10 @@ class TrackerSet:
         """Note the mark of the save that the run resumes from; `None` for a checkpoint that has none."""
         self._resumed = mark
         self._is_held = False
+        # A run that continues in a new directory begins its file there, and each replica group has a file of its own lines.
+        checkpoints = self._runner.workspace.checkpoints
+        is_own = checkpoints.is_dir() and any(checkpoints.iterdir())
+        self._is_continued = is_own and not self._runner.config.ft.enabled
 
     def resume_as_main(self) -> None:
         """Open the trackers on a process that has become the main one, and keep what an earlier one has written."""
@@ -158,7 +163,9 @@ class TrackerSet:
             self._open(tracker)
         if self._runner.is_main_process:
             step = self._runner.state.train.global_step
-            self.add(JsonlTracker(self._runner.workspace.jsonl_file, resume_step=step, resume_mark=self.mark))
+            file = self._runner.workspace.jsonl_file
+            continued = self._is_continued
+            self.add(JsonlTracker(file, resume_step=step, resume_mark=self.mark, is_continued=continued))
         for name in BUILT_IN_TRACKERS:
             hook = getattr(self._runner, f"init_{name}", None)
             if hook is None:

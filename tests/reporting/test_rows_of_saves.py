@@ -205,3 +205,38 @@ def test_checkpoint_without_a_mark_resumes_by_its_step(tmp_path: Path) -> None:
         assert runner.state_dict()["state"]["metrics_mark"] is None
         runner.train()
     assert [step for step, _ in rows(tmp_path / "other")] == [5, 5, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("lost", "named", "backend"),
+    [
+        ("file", "0 of the 6", "dcp"),
+        ("end", "4 of the 6", "file"),
+        ("torn", "5 of the 6", "file"),
+        ("nothing", "", "file"),
+    ],
+)
+def test_lost_rows_are_named(
+    lost: str, named: str, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path / "run", steps=3, log_interval=1, checkpoint={"backend": backend})
+    with Small(config) as runner:
+        runner.train()
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(lines) == 6
+    if lost == "file":
+        file.unlink()
+    else:
+        file.write_text("".join({"end": lines[:4], "torn": [*lines[:5], lines[5][:9]], "nothing": lines}[lost]))
+    with Small({**config, "steps": 4, "auto_resume": True}) as runner:
+        runner.train()
+    warnings = [record.getMessage() for record in caplog.records if "lines that were written" in record.getMessage()]
+    assert [named in warning for warning in warnings] == ([True] if named else [])
+    # In another directory, the file begins with the run.
+    caplog.clear()
+    with Small.from_checkpoint(
+        tmp_path / "run" / "checkpoints", {"steps": 5, "dir": str(tmp_path / "other")}
+    ) as runner:
+        runner.train()
+    assert "lines that were written" not in caplog.text and (tmp_path / "other" / "metrics.jsonl").is_file()
