@@ -359,7 +359,11 @@ class AccelerateReduction(DDPReduction):
 
     def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Return the context in which gradients stay on this rank, but for the last micro-batch."""
-        return NO_CONTEXT if last or self.mean_over == 1 else self.accelerator.no_sync(self.model)
+        if last or self.mean_over == 1:
+            return NO_CONTEXT
+        self.check_accumulates()
+        context: AbstractContextManager[object] = self.accelerator.no_sync(self.model)
+        return context
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate a loss that is scaled already."""

@@ -206,8 +206,19 @@ class DDPReduction(GradientReduction):
         self.mean_over = self.domain.size
 
     def context(self, *, last: bool) -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = NO_CONTEXT if last else self.model.no_sync()
+        if last:
+            return NO_CONTEXT
+        self.check_accumulates()
+        context: AbstractContextManager[object] = self.model.no_sync()
         return context
+
+    def check_accumulates(self) -> None:
+        """Refuse several micro-batches with a wrapper that cannot add them up."""
+        if self.averages == "criterion" and self.model.static_graph:
+            raise ValueError(
+                "Expected DistributedDataParallel without a static graph in an update of several micro-batches, which torch ends with an "
+                "internal error. Received: static_graph=True from ddp_kwargs. Leave it out, or set accum_steps=1."
+            )
 
     def check_backward(self) -> None:
         """Refuse an update in which the wrapper could not reduce all gradients, before this rank goes on to another collective.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.processes import run_outcomes, run_processes
-from support.toys import whole_settings
+from support.toys import settings, whole_settings
 from torch import Tensor, nn
 
 import danling as dl
@@ -105,3 +106,33 @@ def check_mend(case: str, directory: Path) -> None:
         optimizer.zero_grad()
     for weights, _ in results:
         assert all((value - weights[name]).abs().max() < 1e-12 for name, value in model.state_dict().items())
+
+
+class StaticGraph(dl.Runner):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Linear(3, 1), nn.MSELoss()
+        self.datasets = {"train": [(torch.ones(3) * n, torch.ones(1)) for n in range(16)]}
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        return {**super().ddp_kwargs(), "static_graph": True}
+
+
+def train_static(config: Mapping[str, Any]) -> str:
+    with StaticGraph(config) as runner:
+        try:
+            runner.train()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("stack", ["ddp", "accelerate"])
+def test_a_static_graph_is_refused_for_several_micro_batches(stack: str, tmp_path: Path) -> None:
+    """torch ends with an internal assertion."""
+    if find_spec("accelerate") is None and stack == "accelerate":
+        pytest.skip("accelerate is not installed.")
+    for accum_steps in (1, 2):
+        config = settings(tmp_path / str(accum_steps), steps=2, accum_steps=accum_steps, stack=stack)
+        for message in run_processes(train_static, config, world_size=2):
+            assert ("Received: static_graph=True from ddp_kwargs" in message) == (accum_steps == 2)
