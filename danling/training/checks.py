@@ -46,13 +46,7 @@ def check_components(runner: TorchRunner) -> None:
         raise ValueError(
             f"Expected `self.criterion` to be a callable (pred, target) -> loss. Received: criterion={criterion!r}.{made}"
         )
-    if smooths_without_weight(criterion):
-        raise ValueError(
-            "Expected class weights above 0 with label_smoothing: torch divides the smoothed loss by the weight of the targets, so that "
-            f"that of a micro-batch with targets of weight 0 alone is infinite. Received: criterion={criterion!r} with "
-            f"weight={criterion_setting(criterion, 'weight')!r}. Give these classes a small weight, such as 1e-6; or use "
-            "reduction='sum'; or ignore_index, which leaves out their samples."
-        )
+    check_smoothing(criterion)
     check_kinds(runner)
     if optimizer is not None:
         trained = {id(parameter) for _, parameter in runner.named_parameters() if parameter.requires_grad}
@@ -90,6 +84,17 @@ def check_components(runner: TorchRunner) -> None:
                     f"Expected a loader of split {split!r} that can be iterated again in each of {runner.epochs} epochs. Received: a "
                     f"{type(data).__name__}, which ends for good. Pass an iterable with __iter__, such as a DataLoader."
                 )
+
+
+def check_smoothing(criterion: object) -> None:
+    """Refuse a criterion whose loss of some samples is infinite or not, by the batch that they are in."""
+    if smooths_without_weight(criterion):
+        raise ValueError(
+            "Expected class weights above 0 with label_smoothing: torch divides the smoothed loss by the weight of the targets, so that "
+            f"that of a micro-batch with targets of weight 0 alone is infinite. Received: criterion={criterion!r} with "
+            f"weight={criterion_setting(criterion, 'weight')!r}. Give these classes a small weight, such as 1e-6; or use "
+            "reduction='sum'; or ignore_index, which leaves out their samples."
+        )
 
 
 def check_kinds(runner: TorchRunner) -> None:

@@ -22,6 +22,7 @@ from danling.utils.observers import Observer
 
 from .attributes import KeptAttributes
 from .batch_weights import BatchLoss
+from .checks import check_smoothing
 from .component_checks import ComponentChecks
 from .evaluation import Evaluator
 from .extension import Extension, StateReplaced
@@ -183,6 +184,7 @@ class TrainingLoop:
                 "auto_resume continues from its last checkpoint."
             )
         runner._check_settings()
+        check_smoothing(runner.criterion)
         self._evaluator.check_metrics()
         # Before the parameters are looked at: a forward without its backward may have put gathered ones in their place.
         self._update.leave_open()
@@ -623,6 +625,7 @@ class TrainingLoop:
                 put_back()
             raise
         if self.has_pass_hook:
+            check_smoothing(runner.criterion)
             self._bind_reduction()
 
     def _trained_metrics(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_processes
+from support.toys import settings
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -201,6 +202,30 @@ def test_smoothed_loss_of_classes_that_weigh_nothing_is_refused(name: str, tmp_p
         return
     with Smoothed() as runner:
         runner.train()
+
+
+def test_a_criterion_that_begins_to_smooth_is_refused_too(tmp_path: Path) -> None:
+    class Smooths(dl.Runner):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__(config)
+            self.model, self.criterion = nn.Linear(4, 3, dtype=torch.float64), nn.CrossEntropyLoss(WEIGHTS)
+            self.datasets = {"train": TensorDataset(*data_of(18, torch.float64))}
+
+        def on_pass_start(self, split: str) -> None:
+            if self.config.smooths:
+                self.criterion.label_smoothing = 0.1
+
+    config = settings(tmp_path, epochs=1, smooths=True)
+    with (
+        Smooths(config) as runner,
+        pytest.raises(ValueError, match="Expected class weights above 0 with label_smoothing"),
+    ):
+        runner.train()
+    assert runner.train_state.global_step == 0
+    with Smooths({**config, "smooths": False}) as runner:
+        runner.criterion.label_smoothing = 0.1
+        with pytest.raises(ValueError, match="Expected class weights above 0 with label_smoothing"):
+            runner.train()
 
 
 def test_nonfinite_loss_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
