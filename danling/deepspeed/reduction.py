@@ -53,8 +53,8 @@ class EngineReduction(GradientReduction):
         self._reached.begin()
 
     def without_gradient(self, trained: set[int]) -> list[str]:
-        """Return the names of trained parameters that got no gradient on this rank."""
-        return self._reached.missing((name, p) for name, p in self.runner.named_parameters() if id(p) in trained)
+        """Return no names: `apply` names these parameters, and what the engine does with them."""
+        return []
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate a loss through the engine, which reduces the gradient in the last backward of a window."""
@@ -124,7 +124,7 @@ class EngineReduction(GradientReduction):
                 "Expected a gradient for every trained parameter in each update with DeepSpeed. Received: none on rank 0 in update %d for "
                 "%s. Where no rank has one, DeepSpeed takes zeros, so that momentum and weight decay change the parameter all the same; "
                 "other stacks leave it as it is. For that, use stack='ddp' (on several processes with find_unused_parameters=True in "
-                "ddp_kwargs()), or an optimizer without both.",
+                "ddp_kwargs()), or an optimizer without both. Freeze those that no loss depends on with requires_grad_(False).",
                 *(runner.state.train.global_step + 1, listed(names)),
             )
 
