@@ -186,7 +186,10 @@ class Observers(MutableSequence[Observer]):
             except BaseException as error:
                 if not event.endswith("_ended"):
                     raise
-                leaving = leaving or error
+                if leaving is None:
+                    leaving = error
+                elif error is not leaving:
+                    leaving.add_note(f"{type(observer).__name__} has then raised {type(error).__name__}: {error}")
         if leaving is not None:
             try:
                 raise leaving

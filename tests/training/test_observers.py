@@ -183,6 +183,23 @@ def test_others_hear_of_an_end_at_which_an_observer_leaves(event: str, others: i
     assert len(heard) == others
 
 
+def test_all_that_leave_at_one_event_are_named(tmp_path: Path) -> None:
+    def leave(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def stop(*_: object) -> None:
+        raise SystemExit("enough")
+
+    first, second = Observer(), Observer()
+    vars(first)["update_ended"] = leave
+    vars(second)["update_ended"] = stop
+    with Program(tmp_path) as runner:
+        runner.observers.extend([first, second])
+        with pytest.raises(KeyboardInterrupt) as caught:
+            runner.train()
+    assert "Observer has then raised SystemExit: enough" in caught.value.__notes__
+
+
 def test_object_that_is_no_observer_is_refused(tmp_path: Path) -> None:
     with Program(tmp_path) as runner, pytest.raises(TypeError, match="Expected an Observer. Received: <object"):
         runner.observers.append(object())  # type: ignore[arg-type]
