@@ -93,6 +93,15 @@ def set_gradient_sync(model: nn.Module, policy: str, *, last: bool) -> None:
         module.set_requires_all_reduce(last or policy == "every", recurse=False)
 
 
+def leave_iteration(model: nn.Module) -> None:
+    """Let FSDP2 forget a forward or backward that an exception has ended, with its sums and what it has gathered."""
+    reshard(model)
+    for module in sharded_modules(model):
+        # The one that is called first, once it was called. Earlier releases of torch have no such method.
+        if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()
+
+
 def reshard(model: nn.Module) -> None:
     """Free what was gathered, so that the next forward reads the shards as they are now."""
     for module in sharded_modules(model):

@@ -238,6 +238,19 @@ class DDPReduction(GradientReduction):
                 f"them. {UNUSED_PARAMETER}"
             ) from error
 
+    def drop_open(self) -> None:
+        """Refuse to repeat an update whose last backward an exception has ended: the wrapper waits for the gradients that it lacks."""
+        if not isinstance(self.model, DistributedDataParallel):
+            return
+        try:
+            self.model.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "An exception has ended the backward in which DistributedDataParallel reduces the gradients of update "
+                f"{self.runner.state.train.global_step + 1}. It cannot repeat that backward. Construct the runner again with "
+                "auto_resume=true."
+            ) from error
+
     def complete(self) -> None:
         """Average what the wrapper does not: gradients of the criterion's parameters, of the optimizer's, or all.
 

@@ -1,8 +1,8 @@
-"""An update on shards that an exception has left half-way: FSDP2 keeps sums and gathered parameters, which are dropped."""
+"""An update that an exception has left half-way, where FSDP2 or the canonical sum keeps something of it, which is dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from support.processes import run_processes
 from support.toys import settings
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
@@ -22,9 +23,29 @@ TARGETS = INPUTS.sin()[:, :2].roll(1, 0)
 UPDATES = 4
 
 
+def fail_nowhere(where: str) -> None:
+    """Do nothing."""
+
+
+class Layer(nn.Module):
+    """A block of its own to FSDP2, which calls `fail` in its forward, and in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.fail: Callable[[str], None] = fail_nowhere
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.fail("in forward")
+        outputs: Tensor = inputs + self.linear(inputs).tanh()
+        if outputs.requires_grad:
+            outputs.register_hook(lambda _: self.fail("in backward"))  # type: ignore[no-untyped-call]
+        return outputs
+
+
 def make() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    return nn.Sequential(nn.Linear(4, 8), Layer(), Layer(), nn.Linear(8, 2)).double()
 
 
 class Failing(dl.Runner):
@@ -34,6 +55,9 @@ class Failing(dl.Runner):
         self.datasets = {"train": TensorDataset(INPUTS, TARGETS)}
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.left = [self.config.fails]
+        for layer in self.model.children():
+            if isinstance(layer, Layer):
+                layer.fail = self.fail
 
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
         self.fail("before backward")
@@ -45,7 +69,9 @@ class Failing(dl.Runner):
         return returned
 
     def fail(self, where: str) -> None:
-        micro_batch = {"after backward": 2, "before backward": 3}[where]
+        # The canonical sum counts the micro-batches of all ranks.
+        begin = 4 if self.config.gradient_sum == "canonical" else 2
+        micro_batch = begin if where == "after backward" else begin + 1
         if self.left == [where] and self.train_state.micro_step == micro_batch:
             self.left.clear()
             raise RuntimeError("a bad sample")
@@ -59,9 +85,24 @@ def train(config: Mapping[str, Any]) -> dict[str, Tensor]:
         return {name: whole(value.detach()).clone() for name, value in runner.model_state_dict().items()}
 
 
-@pytest.mark.parametrize("fails", ["after backward", "before backward"])
-@pytest.mark.parametrize(("replicas", "sync"), [(1, "last"), (2, "last_all_reduce")])
-def test_an_update_on_shards_that_was_left_is_made_again(replicas: int, sync: str, fails: str, tmp_path: Path) -> None:
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shards": {"stack": "parallel", "parallel": {"axes": {"shard": 2}}, "fsdp": {"gradient_sync": "last"}},
+    "replicas of shards": {
+        "stack": "parallel",
+        "parallel": {"axes": {"shard": 2, "replicate": 2}},
+        "fsdp": {"gradient_sync": "last_all_reduce"},
+    },
+    "canonical": {"gradient_sum": "canonical"},
+    "canonical on shards": {"gradient_sum": "canonical", "stack": "parallel", "parallel": {"axes": {"shard": 2}}},
+}
+
+
+@pytest.mark.parametrize("fails", ["after backward", "before backward", "in forward", "in backward"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_update_that_was_left_is_made_again(layout: str, fails: str, tmp_path: Path) -> None:
+    can_reset = "shards" not in layout or hasattr(FSDPModule, "reset_iter_state")
+    if fails.startswith("in") and not can_reset:
+        pytest.skip("FSDP2 of this torch cannot repeat a forward or backward: an error says so.")
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for update in range(UPDATES):
@@ -69,15 +110,11 @@ def test_an_update_on_shards_that_was_left_is_made_again(replicas: int, sync: st
         optimizer.zero_grad()
         functional.mse_loss(model(INPUTS[batch]), TARGETS[batch]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    config = settings(
-        tmp_path,
-        steps=UPDATES,
-        accum_steps=2,
-        dataloader={"batch_size": 2 // replicas, "shuffle": False},
-        stack="parallel",
-        parallel={"axes": {"shard": 2, "replicate": replicas}},
-        fsdp={"gradient_sync": sync},
-        fails=fails,
-    )
-    for found in run_processes(train, config, world_size=2 * replicas, timeout=60):
+    more = LAYOUTS[layout]
+    ranks = 4 if layout == "replicas of shards" else 2
+    loader: dict[str, Any] = {"accum_steps": 2, "dataloader": {"batch_size": 4 // ranks, "shuffle": False}}
+    if "gradient_sum" in more:
+        loader = {"dataloader": {"global_batch_size": 8, "micro_batch_size": 2, "shuffle": False}}
+    config = settings(tmp_path, steps=UPDATES, fails=fails, **{**loader, **more})
+    for found in run_processes(train, config, world_size=ranks, timeout=60):
         torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=1e-12)
