@@ -996,6 +996,10 @@ class TorchRunner(BaseRunner):
         """Return how the states of model, EMA and optimizer are read and loaded; a stack that divides them overrides this."""
         return ModelStates(self)
 
+    def state_dict(self) -> dict[str, Any]:
+        self._parts.update.warn_of_open()
+        return super().state_dict()
+
     def component_parts(self) -> list[StatePart]:
         """Return model, criterion, EMA, optimizer and scheduler, in the order in which they are restored."""
         return component_parts(self, self._parts.frozen)

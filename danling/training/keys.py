@@ -64,6 +64,8 @@ class RandomKeys:
         self._places: dict[int, tuple[int, ...]] = {}
         self.in_update = False
         """Whether an optimizer step of the runner is under way."""
+        self.has_stepped = False
+        """Whether an optimizer has begun a step there since the open update began."""
         self.called: tuple[object, ...] = ()
         """What an update calls, other than model, criterion, optimizer and schedule; `None` for each that the run does not have."""
         self._generators: list[tuple[Any, int]] | None = None
@@ -129,6 +131,8 @@ class RandomKeys:
         refused = {id(own), *(id(member) for member in getattr(own, "optimizers", ()))}
 
         def before(optimizer: Optimizer, *_: Any) -> None:
+            if self.in_update:
+                self.has_stepped = True
             if session.in_step:
                 if id(optimizer) in refused and not self.in_update:
                     raise RuntimeError(

@@ -143,7 +143,7 @@ class UpdateStep:
         self._samples_on_device: Tensor | None = None
         self._unchecked: list[_Unchecked] = []
         """Updates that an accelerator has made, whose checks are on their way to the host."""
-        self._has_warned_of_weightless = False
+        self._has_warned_of_weightless = self._has_warned_of_open = False
         self._given: list[Batch] = []
         """The micro-batches of the open window."""
         self._begun_at = 0
@@ -227,6 +227,7 @@ class UpdateStep:
             self.move_source = None
             self._given = []
             self._begun_at = runner.state.train.micro_step
+            self._keys.has_stepped = False
             self.schedule.begin_update()
             if (begins := observers.calls.get("update_started")) is not None:
                 begins()
@@ -374,7 +375,8 @@ class UpdateStep:
         runner, window = self._runner, self._runner.window
         if window.count == 0:
             return
-        if self.skipped.remembers:
+        is_put_back = self.skipped.remembers
+        if is_put_back:
             self.skipped.end(put_back=True)
         if self._phases is not None:
             self._phases.leave_open()
@@ -389,7 +391,23 @@ class UpdateStep:
         if runner.is_main_process:
             logger.warning(
                 "Update %d was left half-way, and is made again from its first sample. Its gradient is dropped. What else it has changed, "
-                "such as buffers, meters and attributes, stays. To continue exactly, construct the runner again with auto_resume=true.",
+                "such as buffers, meters and attributes, %s.%s To continue exactly, construct the runner again with auto_resume=true.",
+                runner.state.train.global_step + 1,
+                "is put back as after a skipped update" if is_put_back else "stays",
+                " Its optimizer has stepped already: the weights move a second time." if self._keys.has_stepped else "",
+            )
+
+    def warn_of_open(self) -> None:
+        """Name once that the state of the run is read within an update."""
+        runner = self._runner
+        if self._has_warned_of_open or not (self._session.in_step or runner.window.count):
+            return
+        self._has_warned_of_open = True
+        if runner.is_main_process:
+            logger.warning(
+                "The state of the run was read within update %d, whose gradient it lacks: a run that continues from it makes the update "
+                "again, from buffers, meters and attributes as they are now. All ranks continue with the buffers of the first one. Save "
+                "between updates: in `step` after super().step(), or in `update_ended` of an observer. Others like it are not logged.",
                 runner.state.train.global_step + 1,
             )
 

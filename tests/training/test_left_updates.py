@@ -58,10 +58,14 @@ class Failing(dl.Runner):
         return None, loss
 
     def optimizer_step(self) -> None:
-        if self.left and self.config.kind == "in the step" and self.train_state.global_step == 2:
+        fails = self.left and self.train_state.global_step == 2
+        if fails and self.config.kind == "in the step":
             self.left.clear()
             raise RuntimeError("before the step")
         super().optimizer_step()
+        if fails and self.config.kind == "after the step":
+            self.left.clear()
+            raise RuntimeError("after the step")
 
 
 def train(config: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
@@ -133,3 +137,74 @@ def test_an_update_that_was_left_is_made_again_from_its_first_sample(
     for found, micro_steps in run_processes(train, config, world_size=world_size):
         torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=1e-12)
         assert micro_steps == 2 * UPDATES
+
+
+@pytest.mark.parametrize("kind", ["in the step", "after the step"])
+@pytest.mark.parametrize("skips", [False, True])
+def test_what_is_left_of_an_update_is_named(
+    skips: bool, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Failing(settings(tmp_path, steps=4, kind=kind, skip_nonfinite_grad=skips)) as runner:
+        with pytest.raises(RuntimeError, match="the step"):
+            runner.train()
+        runner.train()
+    (line,) = (message for message in caplog.messages if "was left half-way" in message)
+    assert ("is put back" in line) == skips
+    assert ("the weights move a second time" in line) == (kind == "after the step")
+
+
+class InBackward(Failing):
+    """Fails in the last backward of an update, in which DistributedDataParallel reduces."""
+
+    def backward(self, loss: Tensor) -> None:
+        if self.train_state.micro_step == 3:
+            model: Any = self.unwrapped_model
+            model[0].weight.register_hook(self.fail)
+        super().backward(loss)
+
+    def fail(self, gradient: Tensor) -> None:
+        raise RuntimeError("in the backward")
+
+
+def train_again_after_backward(config: Mapping[str, Any]) -> str:
+    with InBackward(config) as runner:
+        with pytest.raises(RuntimeError, match="in the backward"):
+            runner.train()
+        with pytest.raises(RuntimeError) as error:
+            runner.train()
+        return str(error.value)
+
+
+def test_a_reduction_that_was_left_is_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path, steps=4, accum_steps=2, kind="none")
+    for message in run_processes(train_again_after_backward, config, world_size=2):
+        assert "DistributedDataParallel reduces the gradients of update 2" in message
+
+
+class Reads(dl.Runner):
+    """Reads its state between the micro-batches of its updates, or between updates."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model, self.criterion = make(), nn.MSELoss()
+        self.datasets = {"train": TensorDataset(INPUTS, TARGETS)}
+
+    def train_step(self, data: Any) -> Any:
+        if self.config.within:
+            self.state_dict()
+        return super().train_step(data)
+
+    def step(self) -> Any:
+        outcome = super().step()
+        self.save_checkpoint()
+        return outcome
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_state_that_is_read_within_an_update_is_named_once(
+    within: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Reads(settings(tmp_path, steps=2, accum_steps=2, within=within)) as runner:
+        runner.train()
+    lines = [message for message in caplog.messages if "was read within update 1" in message]
+    assert len(lines) == within
