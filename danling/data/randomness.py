@@ -245,7 +245,8 @@ class Generators:
 def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the items and attributes of an object, by path."""
     if isinstance(value, dict):
-        yield from ((f"{path}[{key!r}]", item) for key, item in list(itertools.islice(value.items(), _WIDTH)))
+        for number, (key, item) in enumerate(list(itertools.islice(value.items(), _WIDTH))):
+            yield f"{path}[{_key_of(key, number)}]", item
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
         yield from ((f"{path}[{number}]", item) for number, item in enumerate(itertools.islice(value, _WIDTH)))
     elif isinstance(value, functools.partial):
@@ -266,6 +267,12 @@ def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
             # Most are functions.
             if not isinstance(found, LEAVES) and is_generator(found):
                 yield f"{path}.{kind.__name__}.{name}", found
+
+
+def _key_of(key: object, number: int) -> str:
+    """Return what stands for a key of a mapping in a path: its number where the key would print its values or where it lies in memory."""
+    addressed = type(key).__repr__ in (object.__repr__, types.FunctionType.__repr__)
+    return f"#{number}" if addressed or isinstance(key, (Tensor, nn.Module)) else repr(key)
 
 
 def _attribute(value: object, name: str) -> Any:

@@ -216,6 +216,23 @@ class TakesGenerators(SeedsItself):
         raise AssertionError("there are none to give")
 
 
+class Unprinted(nn.Parameter):
+    """Printing it would take its values from the device, and gather them from all ranks."""
+
+    def __repr__(self, **options: Any) -> str:
+        raise AssertionError("printed")
+
+
+def test_keys_of_a_mapping_that_are_objects_stand_for_the_same_generators_in_each_process() -> None:
+    def looked() -> list[str]:
+        """Return the paths of generators by a tensor, a module, an object, a function, and by keys that print as what they are."""
+        keys = (Unprinted(torch.rand(2)), nn.Linear(1, 1), object(), lambda: None, "flips", 3, (4, "here"))
+        return list(Generators({"transform": {key: random.Random(1) for key in keys}}).found)
+
+    numbered = [f"transform[#{number}]" for number in range(4)]
+    assert looked() == [*numbered, "transform['flips']", "transform[3]", "transform[(4, 'here')]"]
+
+
 def test_object_without_generators_is_left_alone() -> None:
     streams = [torch.default_generator, random.random, random.uniform, numpy.random.rand, numpy.random.normal]
     large: dict[str, Any] = {"samples": [object() for _ in range(100_000)], "names": ["a"] * 1_000_000}
