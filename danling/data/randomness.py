@@ -270,7 +270,7 @@ def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _key_of(key: object, number: int) -> str:
-    """Return what stands for a key of a mapping in a path: its number where the key would print its values or where it lies in memory."""
+    """Return the name of a key of a mapping in a path: a number for a key that prints its values or its address."""
     addressed = type(key).__repr__ in (object.__repr__, types.FunctionType.__repr__)
     return f"#{number}" if addressed or isinstance(key, (Tensor, nn.Module)) else repr(key)
 
