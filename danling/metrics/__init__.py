@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .collection import MetricSet, TrainMetrics
 from .functional import accuracy, mean_absolute_error, mean_squared_error, top_k_accuracy
-from .meters import Meter, Meters, as_number, check_numbers
+from .meters import Meter, Meters, as_number, check_numbers, check_whole
 from .scores import ScoreBoard, infer_mode
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "accuracy",
     "as_number",
     "check_numbers",
+    "check_whole",
     "infer_mode",
     "mean_absolute_error",
     "mean_squared_error",

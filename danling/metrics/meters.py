@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from danling.distributed import Domain
+from danling.utils.tensors import is_part
 
 
 class Meter:
@@ -213,6 +214,8 @@ def _number(name: str, value: object) -> float | Tensor:
     if isinstance(value, Tensor) and not value.is_cpu:
         if value.numel() != 1:
             raise _not_a_number(name, value)
+        if type(value) is not Tensor:
+            check_whole(name, value)
         return value.detach().reshape(()).double()
     return as_number(name, value)
 
@@ -228,6 +231,8 @@ def as_number(name: str, value: object) -> float:
         ValueError: If it is something else.
     """
     if isinstance(value, Tensor):
+        if type(value) is not Tensor:
+            check_whole(name, value)
         try:
             return float(value.item())
         except (RuntimeError, TypeError) as error:
@@ -236,6 +241,16 @@ def as_number(name: str, value: object) -> float:
     if isinstance(value, Real) or (getattr(value, "shape", None) == () and hasattr(value, "__float__")):
         return float(value)
     raise _not_a_number(name, value)
+
+
+def check_whole(name: str, value: object) -> None:
+    """Refuse what one rank has of a number. It could be made whole only with the other ranks, and not all of them may log it."""
+    if isinstance(value, Tensor) and is_part(value):
+        placements = ", ".join(map(str, value.placements))  # type: ignore[attr-defined]
+        raise ValueError(
+            f"Expected the whole of metric {name!r}. Received: a DTensor ({placements}), of which this rank has a part. Call full_tensor() "
+            "on it, on all ranks."
+        )
 
 
 def check_numbers(figures: Mapping[str, object], error: Exception) -> None:

@@ -43,7 +43,7 @@ from danling.distributed import (
     select_device,
     world_of,
 )
-from danling.metrics import Meters, ScoreBoard, check_numbers
+from danling.metrics import Meters, ScoreBoard, check_numbers, check_whole
 from danling.metrics.scores import BestScore
 from danling.reporting import Tracker, media
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
@@ -736,6 +736,8 @@ class BaseRunner(metaclass=MetaRunner):
             values: Metrics by name, usually `split/name`.
             step: Global step; `None` is that of `train_state`, which in `train_step` does not count the present update yet.
         """
+        for name, value in values.items():
+            check_whole(name, value)
         self.open_trackers()
         try:
             self._parts.reporter.trackers.log(values, self.state.train.global_step if step is None else step)

@@ -18,6 +18,7 @@ from danling.distributed import Domain, all_arrive
 from danling.metrics import Meters, MetricSet
 from danling.metrics.collection import can_be_drawn, has_halves
 from danling.optim.state import evaluation_weights
+from danling.utils.tensors import whole
 
 from .batch_weights import BatchLoss
 from .batches import (
@@ -262,6 +263,8 @@ class Evaluator:
         pred, loss = returned
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise not_one_loss(loss)
+        if isinstance(loss, Tensor) and type(loss) is not Tensor:
+            loss = whole(loss)
         return pred, loss
 
     def _pass_over(

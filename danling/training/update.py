@@ -29,7 +29,7 @@ from danling.optim.state import rates_of
 from danling.supervision.failures import is_out_of_memory
 from danling.utils.devices import free_unused_memory
 from danling.utils.hooks import is_overridden
-from danling.utils.tensors import local_part
+from danling.utils.tensors import local_part, whole
 
 from .bad_samples import GivenBatches
 from .batch_weights import BatchLoss
@@ -315,7 +315,7 @@ class UpdateStep:
             return  # another stage of a pipeline has it
         pred = prediction_of(returned[0])
         with torch.no_grad():
-            metrics.update(pred.detach() if isinstance(pred, Tensor) else pred, peek_target(data), samples)
+            metrics.update(whole(pred.detach()) if isinstance(pred, Tensor) else pred, peek_target(data), samples)
 
     def back_propagate(self, scaled: Tensor) -> None:
         """Add the gradient of a scaled loss to the gradients of the window, which `train_step` must have left in place."""
@@ -448,6 +448,9 @@ class UpdateStep:
                 "loss.backward()."
             )
         grad_norm = runner.gradient_norm(gradients)
+        if type(grad_norm) is not Tensor:
+            # That of torch, over shards, is this rank's term.
+            grad_norm = whole(grad_norm)
         if "gradients_ready" in session.observers.heard:
             session.observers.notify("gradients_ready", agreed, grad_norm)
         reason = self._reason_to_skip(agreed, grad_norm, step)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from danling.distributed import Domain
-from danling.utils.tensors import local_part
+from danling.utils.tensors import local_part, whole
 
 from .batches import not_one_loss
 
@@ -128,6 +128,9 @@ class Window:
         """Return `loss` scaled by the weight of the open micro-batch, and record it. Here a loss gets its weight; `backward` calls this."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise not_one_loss(loss)
+        if type(loss) is not Tensor:
+            # Of outputs that tensor parallelism divides, each rank has a term of the loss.
+            loss = whole(loss)
         self.unscaled -= self._awaits_loss
         self._awaits_loss = False
         if self.weighs_nothing and not self._is_cut and not bool(loss.detach().isfinite()):

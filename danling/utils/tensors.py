@@ -40,6 +40,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor and module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_part(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor of which this rank has a shard, or a term of a sum."""
+    return is_sharded(tensor) and any(not placement.is_replicate() for placement in tensor.placements)  # type: ignore[attr-defined]
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor: the shard of a DTensor, else the tensor."""
     local: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
