@@ -63,6 +63,8 @@ logger = logging.getLogger("danling")
 
 _RUN_KEY = "danling/elastic/run"
 _STORE_SECONDS = 300.0
+_MOST_FRUITLESS = 3
+"""Changes in a row in which no rank has ended or come, and no update is made."""
 
 
 def check_config(config: RunnerConfig, stack: str) -> None:
@@ -301,6 +303,10 @@ class ElasticTraining(Observer, Extension):
         """Number of ranks that the program was told last."""
         self._asked_in = -1
         """The generation of ranks in which this one has asked the others to take in those that wait."""
+        self._fruitless = 0
+        """Changes since the last update in which no rank has ended or come: the same on all ranks but new ones."""
+        self._failed = False
+        """Whether an error of the program on this rank has begun the last of them."""
         if runner.is_main_process:
             ranks.publish_run()
             self._say_what_is_off()
@@ -354,6 +360,7 @@ class ElasticTraining(Observer, Extension):
             self._enter()
             call = train
         while True:
+            failure = ""
             try:
                 self._tell_change()
                 self._redo_save()
@@ -375,9 +382,17 @@ class ElasticTraining(Observer, Extension):
             except RuntimeError as error:
                 if not is_lost_collective(error):
                     raise
+                if self._failed:
+                    # It has come again, and no rank was lost.
+                    error.add_note(
+                        "It has come twice in one update, though no other rank had ended. Process groups that the program makes are "
+                        "not formed again with elastic.enabled."
+                    )
+                    raise
+                failure = str(error).partition("\n")[0] or type(error).__name__
             # Outside of `except`: see `ElasticDomain.guarded`.
             try:
-                self._change()
+                self._change(failure)
             except TrainingComplete:
                 logger.info("The other ranks have finished the training.")
                 break
@@ -423,6 +438,7 @@ class ElasticTraining(Observer, Extension):
         self._update.unchanged.note_evaluation()
 
     def update_ended(self, outcome: UpdateOutcome) -> None:
+        self._fruitless, self._failed = 0, False
         self._update.end(committed=outcome.committed)
         if self._has_changed:
             self._has_changed = False
@@ -430,9 +446,14 @@ class ElasticTraining(Observer, Extension):
 
     # A change
 
-    def _change(self) -> None:
-        """Form the ranks again, and make the runner one of them."""
+    def _change(self, failure: str = "") -> None:
+        """Form the ranks again, and make the runner one of them.
+
+        Args:
+            failure: The error that has begun it, if that was none of the library's own collectives.
+        """
         began, runner, handover = time.monotonic(), self._runner, self._handover
+        before = self._member.membership
         was_main = handover.has_state and runner.is_main_process
         repeats = self._update.take_back()
         now = self._member.form(handover.progress(), handover.digest, handover.exchange)
@@ -454,8 +475,27 @@ class ElasticTraining(Observer, Extension):
             )
             self._session.stop_reason = "terminate"
         self._has_changed = self._is_untold = True
+        is_same = before is not None and before.members == now.members
         if runner.is_main_process:
-            self._main.log_change(now, repeats=repeats, seconds=time.monotonic() - began)
+            self._main.log_change(now, is_same=is_same, repeats=repeats, seconds=time.monotonic() - began)
+        self._note_fruitless(failure, is_same=is_same)
+
+    def _note_fruitless(self, failure: str, *, is_same: bool) -> None:
+        """End a run that forms its ranks again and again though none ends: it would never make another update."""
+        self._fruitless = self._fruitless + 1 if is_same else 0
+        self._failed = bool(failure) and is_same
+        if self._failed:
+            logger.warning(
+                "No rank has ended, but this one has met an error as of a lost connection: %s. The update is made again; if the error "
+                "comes again, it ends this rank.",
+                failure,
+            )
+        if self._fruitless > _MOST_FRUITLESS:
+            raise RuntimeError(
+                f"Expected an update where the ranks were formed again. Received: none in {self._fruitless} times, though no rank has "
+                f"ended: collectives fail again after update {self._runner.state.train.global_step}. If a rank takes longer than "
+                "comm.train_timeout_seconds (comm.init_timeout_seconds before the first update), raise it; else look at the network."
+            )
 
     def _tell_change(self) -> None:
         """Tell the program of the ranks that there are now, where the loops may be left again if they change meanwhile."""

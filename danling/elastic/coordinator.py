@@ -65,6 +65,8 @@ class Peer:
     ended_for: str = ""
     """Why the coordinator has it killed."""
     trains: bool = False
+    has_committed: bool = False
+    """Whether it has made an update."""
     has_finished: bool = False
 
 
@@ -110,8 +112,7 @@ class Coordinator:
         self._since = time.monotonic()
         self._deaths_in_update = 0
         self._failed_births = 0
-        """Replacements that have ended before they were taken in, one after the other."""
-        self._taken_in: set[int] = set()
+        """Replacements that have ended before they made an update, one after the other."""
         self._replaced = 0
         self._is_complete = self._has_closed = False
         self._change: Change | None = None
@@ -243,8 +244,10 @@ class Coordinator:
                 "first update to the last one."
             )
             return
-        if peer.member not in self.side.roster:
+        is_taken_in = peer.member in self.side.roster
+        if not (is_taken_in and (is_first or peer.has_committed)):
             self._failed_births += 1
+        if not is_taken_in:
             return
         if self._change is None:
             self._change = Change(time.monotonic())
@@ -266,7 +269,7 @@ class Coordinator:
 
     @property
     def _most_failures(self) -> int:
-        """How many ranks may end without one update, and how many replacements one after the other before they are taken in."""
+        """How many ranks may end without one update, and how many replacements one after the other before their first update."""
         return max(2 * self.side.expected, 4)
 
     def _all_train(self) -> bool:
@@ -304,6 +307,9 @@ class Coordinator:
             self.side.remove([peer.member])
         elif kind == "committed":
             self._deaths_in_update = 0
+            peer.has_committed = True
+            if peer.member >= self.side.expected:
+                self._failed_births = 0
         elif kind == "end_run":
             self._end(str(message["why"]))
         elif kind == "ready" and self.verdict:
@@ -353,8 +359,8 @@ class Coordinator:
         may = others_continue and (limit is None or self._replaced < limit)
         if may and self._failed_births > self._most_failures:
             logger.error(
-                "%d replacements ended one after the other before the other ranks took them in: no more is started. The run continues "
-                "without them; their own errors are above.",
+                "%d replacements ended one after the other before they made an update: no more is started. The run continues without "
+                "them; their own errors are above.",
                 self._failed_births,
             )
             may = False
@@ -386,7 +392,7 @@ class Coordinator:
             if side.phase == "form":
                 side.accepts_fewer = False
             if side.phase == "run":
-                self._report()
+                self._change = None
         if side.phase != self._told_phase:
             self._told_phase, self._repeats_at, self._repeat_seconds = side.phase, 0.0, _REPEAT_SECONDS
         if now >= self._repeats_at:
@@ -409,13 +415,6 @@ class Coordinator:
             if peer.silent_for > limit:
                 peer.silent_for = 0.0
                 self._kill(peer, f"did not answer for {limit:g} s (elastic.wait_seconds), and was killed")
-
-    def _report(self) -> None:
-        self._change = None
-        members = set(self.side.roster)
-        if members - self._taken_in:
-            self._failed_births = 0
-        self._taken_in |= members
 
     def _note_traced(self, host: str, pids: set[int]) -> None:
         for peer in self._peers:

@@ -64,11 +64,11 @@ class MainProcess:
             trackers.log(values, step)
         trackers.recent = recent_records(recent)
 
-    def log_change(self, now: Membership, *, repeats: bool, seconds: float) -> None:
-        """Log who has ended or joined, and what it has cost."""
+    def log_change(self, now: Membership, *, is_same: bool, repeats: bool, seconds: float) -> None:
+        """Log who has ended or joined, and what it has cost; `is_same` where neither has happened."""
         trackers, step = self._reporter.trackers, self._runner.state.train.global_step
         lost = [describe_death(each) for each in now.lost]
-        what = "; ".join(lost) if lost else "A rank joins"
+        what = "; ".join(lost) or ("A collective failed, though no rank has ended" if is_same else "A rank joins")
         again = f"; update {step + 1} is made again" if repeats else ""
         logger.warning(
             "%s: %s after update %d, %.2f s later%s. Nothing was read from a checkpoint.",

@@ -195,6 +195,29 @@ class EvaluatesAtPassStart(training.Net):
             self.losses.append(self.evaluate("val")["val"]["loss"])
 
 
+class ReadsRemotely(training.Net):
+    """Fails in its seventh update with an error that reads as one of a lost rank."""
+
+    is_mended = False
+    """Of the process: attributes of the runner are put back with the update."""
+
+    def train_step(self, data: Any) -> Any:
+        if self.state.train.global_step == 6 and self.fails():
+            raise RuntimeError("503: Connection reset by peer")
+        return super().train_step(data)
+
+    def fails(self) -> bool:
+        return True
+
+
+class ReadsRemotelyAgain(ReadsRemotely):
+    """Fails so on one rank, once."""
+
+    def fails(self) -> bool:
+        was_mended, ReadsRemotely.is_mended = ReadsRemotely.is_mended, True
+        return self.rank == 1 and not was_mended
+
+
 _ALL = (
     Earlier,
     WeightsEarlier,
@@ -206,6 +229,8 @@ _ALL = (
     Careful,
     ObserverEvaluates,
     EvaluatesAtPassStart,
+    ReadsRemotely,
+    ReadsRemotelyAgain,
 )
 KINDS = {each.__name__: each for each in _ALL}
 

@@ -349,3 +349,44 @@ def test_replacements_that_end_at_birth_do_not_end_the_others(caplog: pytest.Log
         assert not coordinator.verdict
         assert answers == [True] * 4 + [False] * 3
         assert "no more is started" in caplog.text
+
+
+def test_replacements_that_end_before_an_update_are_not_replaced_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    with _run(2) as (coordinator, peers, agent):
+
+        def told(pid: int) -> dict[str, Any] | None:
+            found = agent.hears("replace")
+            return found if found is not None and found["pid"] == pid else None
+
+        def form(everyone: list[_Peer]) -> None:
+            generation = coordinator.side.generation
+            for peer in peers:
+                peer.ready(generation)
+            _until(lambda: coordinator.side.generation == generation + 1)
+            for peer in everyone:
+                peer.say("formed", generation=generation + 1)
+            _until(lambda: coordinator.side.phase == "run")
+
+        def end(newcomer: _Peer, pid: int) -> bool:
+            newcomer.channel.close()
+            _until(lambda: coordinator.side.phase == "collect")
+            form(peers)
+            for peer in peers:
+                peer.say("committed")
+            agent.say("exit", pid=pid, code=1)
+            return bool(_until(partial(told, pid))["may"])
+
+        answers = []
+        for pid in range(200, 208):
+            newcomer = _Peer(coordinator, pid=pid)
+            newcomer.ready(0, progress=-1)
+            _until(lambda: coordinator.side.newcomers)
+            form([*peers, newcomer])
+            if pid == 200:
+                # This one has trained.
+                newcomer.say("committed")
+                _until(lambda: coordinator._peers[-1].has_committed)
+            answers.append(end(newcomer, pid))
+        assert not coordinator.verdict
+        assert answers == [True] * 5 + [False] * 3
+        assert "before they made an update" in caplog.text

@@ -37,6 +37,7 @@ def _attributes(directory: Path) -> str:
         pytest.param("Careful", "1:leaf:9:kill;0:evaluating:5:kill", False, id="writes weights and puts them back"),
         pytest.param("ObserverEvaluates", "2:evaluating:4:kill", False, id="evaluates in an observer"),
         pytest.param("EvaluatesAtPassStart", "0:evaluating:3:kill", False, id="evaluates where a pass begins"),
+        pytest.param("ReadsRemotelyAgain", "", False, id="fails once with an error as of a lost rank"),
     ],
 )
 def test_program_ends_as_if_undisturbed(kind: str, faults: str, shards: bool, tmp_path: Path) -> None:
@@ -64,6 +65,8 @@ def test_program_ends_as_if_undisturbed(kind: str, faults: str, shards: bool, tm
             "2:evaluating:4:kill",
             "what follows it in step() after update 6 cannot be made again",
         ),
+        # Not again and again.
+        ("ReadsRemotely", "", "503: Connection reset by peer"),
     ],
 )
 def test_what_cannot_be_made_again_is_refused(kind: str, faults: str, text: str, tmp_path: Path) -> None:
