@@ -33,18 +33,14 @@ def _prctl(option: int, value: int) -> None:
 
 def descendants(root: int, *, without: Iterable[int] = (), since: float = 0.0) -> dict[int, str]:
     """Return the living descendants of a process that began after a time of `seconds_since_boot`: command line by process id."""
-    table = _process_table()
-    children: dict[int, list[int]] = {}
-    for pid, (parent, _) in table.items():
-        children.setdefault(parent, []).append(pid)
-    found: list[int] = []
-    pending = [root]
-    while pending:
-        offspring = children.get(pending.pop(), [])
-        found += offspring
-        pending += offspring
+    found = _below(root)
+    # The kernel may leave one out of a list while another one ends: two looks that agree have left out none.
+    for _ in range(20):
+        before, found = found, _below(root)
+        if before == found:
+            break
     ignored = set(without)
-    return {pid: _command_line(pid) for pid in found if pid not in ignored and table[pid][1] >= since}
+    return {pid: _command_line(pid) for pid, began in found.items() if pid not in ignored and began >= since}
 
 
 def seconds_since_boot() -> float:
@@ -52,16 +48,33 @@ def seconds_since_boot() -> float:
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS) / _TICKS if sys.platform == "linux" else 0.0
 
 
-def _process_table() -> dict[int, tuple[int, float]]:
-    """Return the parents of all living processes, and when they began."""
-    table: dict[int, tuple[int, float]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
-        with contextlib.suppress(OSError):
-            # The name stands in brackets and may contain spaces and brackets itself.
-            state, parent, *fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-            if state != b"Z":
-                table[int(name)] = int(parent), int(fields[17]) / _TICKS
-    return table
+def _below(root: int) -> dict[int, float]:
+    """Return when the living descendants of a process began, from few files: every test asks, and a machine has many processes."""
+    found: dict[int, float] = {}
+    pending = [root]
+    while pending:
+        for pid in _children(pending.pop()):
+            with contextlib.suppress(OSError):
+                # The name stands in brackets and may contain spaces and brackets itself.
+                state, *fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+                if state != b"Z":
+                    found[pid] = int(fields[18]) / _TICKS
+                    pending.append(pid)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+    return found
+
+
+def _read(file: str) -> bytes:
+    with open(file, "rb", buffering=0) as stream:
+        return stream.read()
 
 
 def _command_line(pid: int) -> str:
@@ -98,7 +111,7 @@ def is_alive(pid: int) -> bool:
 
 def reap() -> None:
     """Collect ended children that nobody waits for; needed once orphans are adopted."""
-    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
-        if not is_alive(int(child)):
+    for child in _children(os.getpid()):
+        if not is_alive(child):
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(int(child), os.WNOHANG)
+                os.waitpid(child, os.WNOHANG)
