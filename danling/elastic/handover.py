@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from .shards import Shards
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
+
+logger = logging.getLogger("danling")
 
 _MOST_OPEN = 1024
 """More splits than have results between two evaluations."""
@@ -64,6 +67,8 @@ class Handover:
         self._open_save: tuple[bool, bool] | None = None
         """The save that a rank has begun and not ended: whether it has a history name, and whether it is the best."""
         self._is_at_boundary = False
+        self._loses_means = False
+        """Whether a rank has ended, or takes over a state: what it had added to the means since they were logged is lost."""
 
     # While the ranks form
 
@@ -92,10 +97,14 @@ class Handover:
             self._shards.exchange(now)
         open_save = self._runner.saver.open if self.has_state else None
         history, best = open_save or (False, False)
-        flags = torch.tensor([open_save is not None, history, best, self._loop.is_at_boundary], dtype=torch.float64)
+        is_behind = self.has_state and now.rank in now.behind
+        loses_means = bool(now.lost) or is_behind
+        flags = torch.tensor(
+            [open_save is not None, history, best, self._loop.is_at_boundary, loses_means], dtype=torch.float64
+        )
         if now.size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-        has_save, history, best, self._is_at_boundary = (bool(value) for value in flags.tolist())
+        has_save, history, best, self._is_at_boundary, self._loses_means = map(bool, flags.tolist())
         self._open_save = (history, best) if has_save else None
         if not now.behind:
             return
@@ -176,7 +185,7 @@ class Handover:
         session.drop_regroup()
         session.updated_once = has_made_updates
         self._keys.between_updates()
-        runner.meters.reset()
+        self._drop_means()
         if has_made_updates:
             runner.window.is_first = False
             for observer in [each for each in runner.observers if isinstance(each, FirstGradients)]:
@@ -186,3 +195,18 @@ class Handover:
                 set_collective_timeout(limit)
         runner.state.elastic.world_size = runner.world.size
         runner.state.elastic.data_replicas = runner.world.size
+
+    def _drop_means(self) -> None:
+        """Begin the means of the program anew where a rank has lost its part of them."""
+        runner = self._runner
+        if not self._loses_means:
+            return
+        names = sorted(runner.meters)
+        if names and runner.is_main_process:
+            logger.warning(
+                "The next means of %s leave out the updates up to %d that were not logged yet: what a rank had added to self.meters has "
+                "ended with it.",
+                ", ".join(names),
+                runner.state.train.global_step,
+            )
+        runner.meters.reset()

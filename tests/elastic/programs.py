@@ -195,6 +195,14 @@ class EvaluatesAtPassStart(training.Net):
             self.losses.append(self.evaluate("val")["val"]["loss"])
 
 
+class Averages(training.Net):
+    """Has a mean of its own."""
+
+    def train_step(self, data: Any) -> Any:
+        self.log_metric("size", data["input"].abs().mean())
+        return super().train_step(data)
+
+
 class ReadsRemotely(training.Net):
     """Fails in its seventh update with an error that reads as one of a lost rank."""
 
@@ -229,6 +237,7 @@ _ALL = (
     Careful,
     ObserverEvaluates,
     EvaluatesAtPassStart,
+    Averages,
     ReadsRemotely,
     ReadsRemotelyAgain,
 )

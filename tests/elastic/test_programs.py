@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,11 @@ from . import programs, training
 from .supervised import Ended, train_ranks
 
 _SETTINGS: dict[str, Any] = {"steps": 20, "evaluate_interval": None}
+
+
+def _means(directory: Path) -> dict[int, float]:
+    records = map(json.loads, (directory / "run" / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: record["train_mean/size"] for record in records if "train_mean/size" in record}
 
 
 def _train(kind: str, directory: Path, faults: str, **elastic: Any) -> Ended:
@@ -74,3 +81,22 @@ def test_what_cannot_be_made_again_is_refused(kind: str, faults: str, text: str,
     texts = [note["text"] for note in ended.notes if note.get("error") in ("ValueError", "RuntimeError")]
     assert texts and all(text in each for each in texts)
     assert not ended.hashes
+
+
+def test_means_that_a_rank_takes_with_it_are_named_and_those_after_it_are_whole(tmp_path: Path) -> None:
+    settings = {"steps": 60, "evaluate_interval": 5}
+    alone, many = tmp_path / "alone", tmp_path / "many"
+    many.mkdir()
+    training.train_program(programs.Averages, str(alone), **settings, dir=str(alone / "run"))
+    ended = train_ranks(3, many, faults="1:leaf:5:kill", settings=settings, function=programs.rank, KIND="Averages")
+    ended.check_changes()
+    expected, found = _means(alone), _means(many)
+    assert found.keys() == expected.keys()
+    (log,) = (many / "run" / "logs").glob("*.log")
+    named = [
+        int(step) for step in re.findall(r"The next means of size leave out the updates up to (\d+)", log.read_text())
+    ]
+    # None where a replacement has joined.
+    differing = [step for step in expected if abs(found[step] - expected[step]) > 1e-6]
+    assert 5 in differing
+    assert all(any(step - 5 < last <= step for last in named) for step in differing)
