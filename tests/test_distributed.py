@@ -46,6 +46,13 @@ def test_several_processes_must_be_joined_by_somebody() -> None:
         world_of(2, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl_without_a_device_is_refused_before_the_other_processes_are_awaited(backend: str) -> None:
+    launch = environment.LaunchEnvironment(rank=0, world_size=2, local_rank=0)
+    with pytest.raises(ValueError, match=r"Expected a backend for the CPU.*Leave backend out"):
+        environment.init_process_group(launch, torch.device("cpu"), backend=backend)
+
+
 def test_nobody_else_gets_the_port_and_a_store_of_torch_may_listen_there() -> None:
     with held_port() as port:
         with socket.socket() as other, pytest.raises(OSError):

@@ -192,9 +192,10 @@ class RunnerConfig(TopLevelConfig):
         name = self.stack.lower().replace("-", "").replace("_", "")
         if name not in ALIASES:
             known = ", ".join(map(repr, ALIASES))
-            raise ValueError(
-                f"Expected stack to be one of {known}. Received: stack={self.stack!r}.{did_you_mean(name, ALIASES)}"
-            )
+            hint = did_you_mean(name, ALIASES)
+            if "fsdp" in name or "hsdp" in name:
+                hint = " For FSDP, set stack='parallel' and parallel.axes.shard."
+            raise ValueError(f"Expected stack to be one of {known}. Received: stack={self.stack!r}.{hint}")
         return ALIASES[name]
 
     def max_time_seconds(self) -> float | None:

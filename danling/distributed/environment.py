@@ -132,7 +132,7 @@ def init_process_group(
     Raises:
         TimeoutError: If a process has not started within `timeout_seconds`.
         ConnectionError: If rank 0 ended meanwhile.
-        ValueError: If processes share a device, which nccl refuses in its first collective.
+        ValueError: If processes share a device, which nccl refuses in its first collective, or nccl is asked for without a device.
     """
     global _own_group, _users
     if launch.world_size == 1:
@@ -145,6 +145,11 @@ def init_process_group(
         backend = "gloo"
         if device.type != "cpu":
             backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    if device.type == "cpu" and "nccl" in backend:
+        raise ValueError(
+            f"Expected a backend for the CPU, on which this process trains. Received: backend={backend!r}, and "
+            f"torch.cuda.is_available() is {torch.cuda.is_available()}. Leave backend out: nccl is taken with a CUDA device, gloo without."
+        )
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     store = _next_store(launch, init_method, timeout or default_pg_timeout, device)
     _check_shared(store, launch, device, backend)

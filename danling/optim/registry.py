@@ -64,9 +64,10 @@ class Registry:
         """Return the builder called `name`."""
         if not isinstance(name, str) or name not in self:
             names = self.names()
+            # A class of torch is known by its last name: `torch.optim.AdamW`.
+            hint = did_you_mean(str(name).rpartition(".")[2], names) if name else " Name one under the key 'type'."
             raise ValueError(
-                f"Expected {self.kind} type to be one of {', '.join(names)}. Received: type={name!r}."
-                f"{did_you_mean(str(name), names)}"
+                f"Expected {self.kind} type to be one of {', '.join(names)}. Received: type={name!r}.{hint}"
             )
         return self._known[_key(name)][1]
 
