@@ -167,6 +167,7 @@ def test_python_and_torch_are_those_of_the_project() -> None:
     assert python is not None and f"| Python | {python[1]} or later |" in PAGE
     for name in ("torch", "torchdata"):
         assert f"| {name} | {least[name]} or later | {pinned(name)} |" in PAGE
+    assert f"pip install torch=={pinned('torch')} " in (ROOT / "docs" / "guides" / "quickstart.md").read_text()
 
 
 def test_releases_of_torch_are_those_of_the_matrix() -> None:
