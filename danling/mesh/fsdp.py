@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.utils.parametrize import is_parametrized
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -93,16 +95,19 @@ def set_gradient_sync(model: nn.Module, policy: str, *, last: bool) -> None:
         module.set_requires_all_reduce(last or policy == "every", recurse=False)
 
 
-def leave_iteration(model: nn.Module) -> None:
-    """Let FSDP2 forget a forward or backward that an exception has ended, with its sums and what it has gathered."""
-    reshard(model)
-    for module in sharded_modules(model):
-        # The one that is called first, once it was called. Earlier releases of torch have no such method.
-        if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):
-            module.reset_iter_state()
-
-
 def reshard(model: nn.Module) -> None:
     """Free what was gathered, so that the next forward reads the shards as they are now."""
-    for module in sharded_modules(model):
+    modules = sharded_modules(model)
+    for module in modules:
+        state = module._get_fsdp_state()
+        if not state._is_root or state._training_state is TrainingState.IDLE:
+            continue
+        # An exception has ended a forward or a backward, in which FSDP2 believes to be.
+        if not hasattr(module, "reset_iter_state"):
+            raise RuntimeError(
+                f"torch {torch.__version__} cannot leave a forward or backward of FSDP2 that an exception has ended. Construct the runner "
+                "again with auto_resume=true, or install torch 2.13 or later."
+            )
+        module.reset_iter_state()
+    for module in modules:
         module.reshard()

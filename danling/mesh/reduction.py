@@ -22,7 +22,7 @@ from danling.utils.messages import listed
 from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter, with_local_part
 
 from .axes import axes_with
-from .fsdp import leave_iteration, set_gradient_sync, sharded_modules
+from .fsdp import reshard, set_gradient_sync, sharded_modules
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class MeshReduction(GradientReduction):
 
     def drop_open(self) -> None:
         """Drop what FSDP2 keeps of a forward or a backward that has not ended, and its sums of earlier micro-batches."""
-        leave_iteration(self.model)
+        reshard(self.model)
         if self.order is not None:
             self.order.drop_open()
 

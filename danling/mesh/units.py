@@ -121,12 +121,7 @@ class Unit:
         return self._group._partial_reduce_output is not None
 
     def drop_open(self) -> None:
-        """Drop the gradients of an update that is left half-way. Called after `leave_iteration`."""
-        if self._group._training_state is not TrainingState.IDLE:
-            raise RuntimeError(
-                f"torch {torch.__version__} cannot repeat a forward or backward of FSDP2 that an exception has ended. Construct the runner "
-                "again with auto_resume=true, or install torch 2.13 or later."
-            )
+        """Drop the gradients of an update that is left half-way."""
         for each in self._group.fsdp_params:
             parameter = getattr(each, "_unsharded_param", None)
             if parameter is not None:

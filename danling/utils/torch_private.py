@@ -77,6 +77,7 @@ PRIVATE_NAMES: dict[str, str] = {
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup._training_state": _ALL,
     f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_group": _ALL,
     f"{_FSDP}._fsdp_state.FSDPState._is_root": _ALL,
+    f"{_FSDP}._fsdp_state.FSDPState._training_state": _ALL,
     f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_groups": "2.12 2.13 2.14 2.15",
     "torch.distributed.tensor.DTensor._local_tensor": _ALL,
     "torch.distributed.tensor.DTensor._spec": _ALL,

@@ -52,7 +52,7 @@ class Failing(dl.Runner):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.model, self.criterion = make(), nn.MSELoss()
-        self.datasets = {"train": TensorDataset(INPUTS, TARGETS)}
+        self.datasets = {"train": TensorDataset(INPUTS, TARGETS), "val": TensorDataset(INPUTS[:8], TARGETS[:8])}
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.left = [self.config.fails]
         for layer in self.model.children():
@@ -118,3 +118,28 @@ def test_an_update_that_was_left_is_made_again(layout: str, fails: str, tmp_path
     config = settings(tmp_path, steps=UPDATES, fails=fails, **{**loader, **more})
     for found in run_processes(train, config, world_size=ranks, timeout=60):
         torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=1e-12)
+
+
+def evaluate_averages(config: Mapping[str, Any]) -> float:
+    """Return the loss of the averages of one update, in a process whose second update is left half-way if it is begun."""
+    with Failing(config) as runner:
+        try:
+            runner.train(evaluate_splits=[])
+        except RuntimeError as error:
+            assert "a bad sample" in str(error)
+        return float(runner.evaluate("val")["val"]["loss"])
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 of this torch cannot leave a forward.")
+def test_an_evaluation_after_a_forward_that_was_left_is_of_the_averages(tmp_path: Path) -> None:
+    """The parameters that the forward had gathered hid that the averages came in."""
+    more = {
+        "accum_steps": 2,
+        "dataloader": {"batch_size": 2},
+        "ema": {"enabled": True, "decay": 0.5},
+        **LAYOUTS["shards"],
+    }
+    whole_run = settings(tmp_path / "whole", steps=1, fails="nowhere", **more)
+    left = settings(tmp_path / "left", steps=2, fails="in forward", **more)
+    expected = run_processes(evaluate_averages, whole_run, world_size=2, timeout=60)
+    assert run_processes(evaluate_averages, left, world_size=2, timeout=60) == pytest.approx(expected, abs=1e-12)
