@@ -299,7 +299,12 @@ class ExcludedFromLoading:
         return [entry for entry in self._all if entry.partition(".")[0] != _SETTINGS]
 
     def apply(
-        self, payload: Mapping[str, object], *, section: str | None = None, needed: Collection[str] = ()
+        self,
+        payload: Mapping[str, object],
+        *,
+        section: str | None = None,
+        needed: Collection[str] = (),
+        here: Collection[str] = (),
     ) -> tuple[dict[str, Any], set[str]]:
         """Return the payload without the excluded parts, and the dotted paths that were left out.
 
@@ -308,12 +313,13 @@ class ExcludedFromLoading:
             section: The component whose entries count; `None` for all.
             needed: Components of the run. One that the checkpoint lacks may be named, and is left out where the setting that switches it
                 on may differ.
+            here: Dotted paths of the run's own weights; see `exclude`.
         """
         lacking = {name for name in needed if name not in payload}
         begun = {name for name in lacking if name in _SWITCHED_BY and self.allows_setting(_SWITCHED_BY[name])}
         counting = [e for e in self.entries if section is None or e.partition(".")[0] == section]
         named = [entry for entry in counting if "".join(_canonical(entry)) in lacking]
-        kept, excluded = exclude(payload, [entry for entry in counting if entry not in named])
+        kept, excluded = exclude(payload, [entry for entry in counting if entry not in named], here=here)
         return kept, excluded | begun | {_canonical(entry)[0] for entry in named}
 
     def loaded_since(self, before: ExcludedFromLoading, changed: Collection[str]) -> list[str]:
@@ -363,12 +369,15 @@ class ExcludedFromLoading:
         return any(f"{_SETTINGS}.{key}.".startswith(f"{entry}.") for entry in self._all)
 
 
-def exclude(payload: Mapping[str, object], entries: str | Iterable[str] | None) -> tuple[dict[str, Any], set[str]]:
+def exclude(
+    payload: Mapping[str, object], entries: str | Iterable[str] | None, *, here: Collection[str] = ()
+) -> tuple[dict[str, Any], set[str]]:
     """Return the payload without the excluded parts, and what was excluded.
 
     Args:
         payload: A checkpoint.
         entries: Components or dotted paths within one; see `ExcludedFromLoading`.
+        here: Dotted paths of the run's own weights. An entry may name one that the checkpoint lacks, such as a head that is new.
 
     Raises:
         ValueError: If an entry matches nothing.
@@ -380,10 +389,11 @@ def exclude(payload: Mapping[str, object], entries: str | Iterable[str] | None) 
         name, dot, rest = _canonical(entry)
         if name in _OPTIONAL and name not in kept and not dot:
             continue
-        if name not in kept or (dot and not _drop(kept, name, rest)):
+        is_new = name in kept and any(f"{path}.".startswith(f"{name}.{rest}.") for path in here)
+        if name not in kept or (dot and not _drop(kept, name, rest) and not is_new):
             raise ValueError(
-                f"Expected every entry of checkpoint.exclude_from_loading to match a part of the checkpoint, whose components are "
-                f"{sorted(payload)}. Received: {entry!r}, which matches nothing."
+                "Expected every entry of checkpoint.exclude_from_loading to match a part of the checkpoint, whose components are "
+                f"{sorted(payload)}, or a weight of the model. Received: {entry!r}, which matches nothing."
             )
         if not dot:
             del kept[name]

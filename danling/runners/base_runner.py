@@ -1051,7 +1051,7 @@ class BaseRunner(metaclass=MetaRunner):
         """
         with self.run_state.loading(state) as left_out:
             needed = self.run_state.names() or list(self.component_states())
-            payload, excluded = left_out.apply(state, needed=needed)
+            payload, excluded = left_out.apply(state, needed=needed, here=self.run_state.weight_paths())
             check_complete(payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])])
             self._parts.attributes.load("requires_grad", payload)
             self.load_components(payload, excluded)

@@ -1107,7 +1107,8 @@ class TorchRunner(BaseRunner):
         with together(self, "load_pretrained"):
             weights = read_model(self.checkpoint_manager, checkpoint, averages=self.config.pretrained_averages)
             # Other exclusions would match nothing in the weights, which is an error.
-            payload, excluded = exclude({"model": weights}, self.run_state.excluded.parts_of("model"))
+            entries = self.run_state.excluded.parts_of("model")
+            payload, excluded = exclude({"model": weights}, entries, here=self.run_state.weight_paths())
             ties = untied(self.unwrapped_model, payload["model"])
             self.load_model(payload["model"], partial=bool(excluded))
             if self.is_main_process:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +61,16 @@ class ModelStates:
             state = self.runner.unwrapped_model.state_dict()
             return {canonical_name(name): value.clone() if copies else value for name, value in state.items()}
 
+    def paths(self) -> list[str]:
+        """Return the dotted paths of weights and averages in a checkpoint of this model, also of one that has none saved yet."""
+        names = [canonical_name(name) for name in self.runner.unwrapped_model.state_dict()]
+        return [f"{component}.{name}" for component in ("model", "ema.weights") for name in names]
+
+    def _is_left_out(self, component: str, path: str) -> bool:
+        """Whether a weight that a partial state lacks was to be left out. Without an entry for the component, any may be missing."""
+        excluded = self.runner.run_state.excluded
+        return not excluded.parts_of(component) or excluded.leaves_out(path)
+
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights by canonical name; see `TorchRunner.load_model`. Called on all ranks."""
         model = self.runner.unwrapped_model
@@ -72,11 +82,14 @@ class ModelStates:
         state = with_tied_names(model, state)
         missing = sorted(names.keys() - state.keys())
         unexpected = sorted(state.keys() - names.keys())
-        is_incomplete = bool(missing) and not partial
-        if unexpected or is_incomplete:
+        if partial:
+            missing = [name for name in missing if not self._is_left_out("model", f"model.{name}")]
+        if unexpected or missing:
             raise CheckpointMismatch(
                 f"Expected the weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]} "
-                f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from, or rename the entries."
+                f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from, or rename the entries. To keep "
+                f"what is new in this model, or to leave out what it lacks, add {_entries(missing + unexpected)} to "
+                "checkpoint.exclude_from_loading."
             )
         here = model.state_dict()
         sized = _sized_by_modules(model)
@@ -97,7 +110,8 @@ class ModelStates:
         weights = state.get("weights")
         if partial and weights is not None:
             present = {canonical_name(name): value for name, value in self.runner.unwrapped_model.state_dict().items()}
-            begun = {name: value for name, value in present.items() if name in ema.weights}
+            new = [name for name in ema.weights if self._is_left_out("ema", f"ema.weights.{name}")]
+            begun = {name: present[name] for name in new if name in present}
             state = {**state, "weights": {**begun, **weights}}
         ema.load_state_dict(state)
 
@@ -157,11 +171,16 @@ def _check_shapes(here: Mapping[str, object], state: Mapping[str, object]) -> No
         listed = ", ".join(
             f"{name} of {tuple(a or ())}, here {tuple(b or ())}" for name, (a, b) in list(others.items())[:5]
         )
-        entries = sorted({f"model.{name.rpartition('.')[0] or name}" for name in others})
         raise CheckpointMismatch(
             f"Expected weights of this model's shapes. Received: {listed} ({len(others)} in all). To keep those of the new model, add "
-            f"{', '.join(map(repr, entries[:5]))} to checkpoint.exclude_from_loading."
+            f"{_entries(others)} to checkpoint.exclude_from_loading."
         )
+
+
+def _entries(names: Iterable[str]) -> str:
+    """Return entries of checkpoint.exclude_from_loading for the modules of some weights."""
+    entries = sorted({f"model.{name.rpartition('.')[0] or name}" for name in names})
+    return ", ".join(map(repr, entries[:5]))
 
 
 # Frozen weights: left out of checkpoints, and known again by a digest

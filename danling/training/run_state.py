@@ -162,6 +162,11 @@ class RunState:
             with restoring(part.name, part.name):
                 part.set(state, excluded)
 
+    def weight_paths(self) -> list[str]:
+        """Return the dotted paths of the weights that this run has, whatever a checkpoint has."""
+        states = getattr(self._runner, "model_states", None)
+        return [] if states is None else states.paths()
+
     def names(self) -> list[str]:
         """Return the names of the components that a full checkpoint of this run cannot lack."""
         return [part.name for part in _by_name(self._runner.component_parts()).values() if part.default is None]

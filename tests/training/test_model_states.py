@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from support.toys import differences
+from support.toys import Small, differences, settings
 from torch import nn
 
 from danling.checkpoints import CheckpointMismatch, import_weights
+from danling.checkpoints.reading import ExcludedFromLoading
 from danling.training import EMA
 from danling.training.model_states import ModelStates
 
@@ -22,6 +26,7 @@ class Trained:
         self.unwrapped_model: nn.Module = self.model
         self.ema: EMA | None = EMA(self.model, decay=0.5)
         self.optimizer = None
+        self.run_state = SimpleNamespace(excluded=ExcludedFromLoading(None))
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.model.named_parameters()
@@ -55,6 +60,77 @@ def test_model_with_module_as_its_only_part_takes_its_plain_weights(tmp_path: Pa
     states.load_model(saved)
     with pytest.raises(CheckpointMismatch, match=r"unexpected=\['module.head'\]"):
         states.load_model({"head": torch.ones(1)}, partial=True)
+
+
+def test_weights_that_are_lacking_are_those_that_were_left_out() -> None:
+    trained = Trained(1)
+    states = ModelStates(trained)
+    trained.run_state.excluded = ExcludedFromLoading(["model.0", "ema.weights.0"])
+    weights, averages = states.model_state(), states.averages().state_dict()
+    kept = {name: value for name, value in weights.items() if not name.startswith("0.")}
+    states.load_model(kept, partial=True)
+    with pytest.raises(CheckpointMismatch, match=r"missing=\['2.bias'\].*add 'model.2' to"):
+        states.load_model({name: value for name, value in kept.items() if name != "2.bias"}, partial=True)
+    known = {name: value for name, value in averages["weights"].items() if not name.startswith("0.")}
+    states.load_ema({**averages, "weights": known}, partial=True)
+    del known["2.bias"]
+    with pytest.raises(CheckpointMismatch, match="2.bias"):
+        states.load_ema({**averages, "weights": known}, partial=True)
+
+
+class Body(Small):
+    """A model of one part."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(OrderedDict(body=nn.Linear(4, 2)))
+
+
+class Deeper(Body):
+    """The same model with a head."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.model.add_module("head", nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_layer_that_a_checkpoint_lacks_is_that_of_the_model(ema: bool, tmp_path: Path) -> None:
+    config = settings(tmp_path / "first", steps=2, ema={"enabled": ema})
+    with Body(config) as runner:
+        runner.train()
+        stored = {name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()}
+        averaged = runner.state_dict().get("ema", {"weights": stored})["weights"]
+        averaged = {name: value.clone() for name, value in averaged.items()}
+    source, steps = str(tmp_path / "first" / "checkpoints" / "latest.pth"), {"steps": 4}
+    with pytest.raises(CheckpointMismatch, match="add 'model.head' to"):
+        Deeper.from_pretrained({**config, "dir": str(tmp_path / "refused")}, source)
+    with pytest.raises(ValueError, match="'model.haed', which matches nothing"):
+        policy = {"exclude_from_loading": ["model.haed"]}
+        Deeper.from_pretrained({**config, "dir": str(tmp_path / "slip"), "checkpoint": policy}, source)
+
+    def fresh() -> torch.Tensor:
+        with Deeper({**config, "dir": str(tmp_path / "fresh"), "checkpoint": {"load_only": True}}) as runner:
+            return runner.unwrapped_model.head.weight.detach().clone()
+
+    policy = {"exclude_from_loading": ["model.head"]}
+    tuned = {**config, "dir": str(tmp_path / "tuned"), "checkpoint": policy}
+    with Deeper.from_pretrained(tuned, source) as runner:
+        found = runner.unwrapped_model.state_dict()
+        assert torch.equal(found["head.weight"], fresh())
+        assert all(torch.equal(found[name], value) for name, value in averaged.items())
+        runner.train()
+        trained = {name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()}
+    # The entry may stay in the program: what the run has trained is loaded.
+    with Deeper({**tuned, "auto_resume": True}) as runner:
+        found = runner.unwrapped_model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in trained.items())
+    policy = {"exclude_from_loading": ["model.head", "optimizer", *(["ema.weights.head"] if ema else [])]}
+    with Deeper({**config, **steps, "dir": str(tmp_path / "on"), "resume": source, "checkpoint": policy}) as runner:
+        found = runner.unwrapped_model.state_dict()
+        assert torch.equal(found["head.weight"], fresh()) and runner.train_state.global_step == 2
+        assert all(torch.equal(found[name], value) for name, value in stored.items())
+        runner.train()
 
 
 def test_averages_of_left_out_weights_begin_at_the_models() -> None:
