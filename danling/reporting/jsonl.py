@@ -39,14 +39,16 @@ class JsonLines:
     """A file of JSON objects with a `step`, one a line, which all attempts of a run share.
 
     At the first `write`, what an earlier attempt wrote after the save that the run resumes from is cut off, and so is a line that a kill
-    left unfinished: every line is there once. A line is handed to the operating system before `write` returns, so that a killed process
-    loses none.
+    left unfinished: every line is there once. A program that has not begun to train cuts nothing: it may have loaded an older save in
+    order to evaluate it, and its lines are added. A line is handed to the operating system before `write` returns, so that a killed
+    process loses none.
 
     Args:
         file: The file.
         resume_step: The step of that save; lines of later steps are cut off.
         resume_mark: The mark of that save. It counts instead of the step: lines of the same step may have been written after the save.
         is_continued: Whether that save is of this directory: a warning then names lines that the file has lost.
+        has_begun: Whether the program trains. If not, `begin_training` tells so later, and the file is cut then.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class JsonLines:
         resume_step: int | None = None,
         resume_mark: FileMark | None = None,
         is_continued: bool = False,
+        has_begun: bool = True,
     ) -> None:
         self.file = Path(file)
         self.mark: FileMark | None = None
@@ -63,11 +66,38 @@ class JsonLines:
         self._resume_step: int | None = resume_step or 0
         self._resume_mark = resume_mark
         self._is_continued = is_continued
+        self._cuts = has_begun or not resume_step
+        self._added: list[bytes] = []
+        """The lines that were written before the training."""
         self._handle: int | None = None
 
     def write(self, line: Mapping[str, object]) -> None:
         """Append an object."""
         content = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        self._append(content)
+        if not self._cuts:
+            self._added.append(content)
+            return
+        lines = 0 if self.mark is None else self.mark.lines
+        self.mark = FileMark(lines + 1, int(str(line["step"])))
+
+    def begin_training(self) -> None:
+        """Cut off what does not belong to the save, and put what this attempt has added behind the rest."""
+        if self._cuts:
+            return
+        self.close()
+        self._cuts = True
+        added, self._added = self._added, []
+        for content in added:
+            self.write(json.loads(content))
+
+    def resume_from(self, step: int, mark: FileMark | None) -> None:
+        """Continue from a save, in the process that has written the file: the next training cuts off what it wrote after that save."""
+        self.close()
+        self._resume_step, self._resume_mark, self._is_continued = step, mark, True
+        self.mark, self._cuts, self._added = None, False, []
+
+    def _append(self, content: bytes) -> None:
         try:
             if self._handle is None:
                 self._handle = self._open()
@@ -80,15 +110,13 @@ class JsonLines:
                 raise
         except OSError as error:
             raise write_error("a line", self.file, error) from error
-        lines = 0 if self.mark is None else self.mark.lines
-        self.mark = FileMark(lines + 1, int(str(line["step"])))
 
     def keep_all(self) -> None:
         """Append to the file as it is, though this attempt has not written it."""
         if self.file.exists():
             lines = list(_steps(self.file))
             self.mark = FileMark(len(lines), lines[-1][1] if lines else 0)
-        self._resume_step = None
+        self._resume_step, self._cuts = None, True
 
     def close(self) -> None:
         """Close the file. A line after it opens it again and appends."""
@@ -98,14 +126,20 @@ class JsonLines:
 
     def _open(self) -> int:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        if self.file.exists() and self._resume_step is not None:
+        if self._cuts and self.file.exists() and self._resume_step is not None:
             self.mark = _cut_back(self.file, self._resume_step, self._resume_mark)
-        if self._is_continued and self._resume_step is not None:
-            self._warn_of_lost_lines()
-        # What this attempt has written is never cut.
-        self._resume_step = None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        return os.open(self.file, flags, 0o666)
+        if self._cuts:
+            if self._is_continued and self._resume_step is not None:
+                self._warn_of_lost_lines()
+            # What this training has written is never cut.
+            self._resume_step = None
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        handle = os.open(self.file, flags, 0o666)
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            # A kill left the last line unfinished: the next one must not be joined to it.
+            write_all(handle, b"\n")
+        return handle
 
     def _warn_of_lost_lines(self) -> None:
         written = 0 if self._resume_mark is None else self._resume_mark.lines

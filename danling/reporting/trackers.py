@@ -108,6 +108,16 @@ class TrackerSet:
         checkpoints = self._runner.workspace.checkpoints
         is_own = checkpoints.is_dir() and any(checkpoints.iterdir())
         self._is_continued = is_own and not self._runner.config.ft.enabled
+        if self._is_continued:
+            for tracker in self.opened:
+                if isinstance(tracker, JsonlTracker):
+                    tracker.resume_from(self._runner.state.train.global_step, mark)
+
+    def begin_training(self) -> None:
+        """Drop what trackers have of updates that are made again. Called on all ranks, when the trackers are open."""
+        for tracker in self.opened:
+            if isinstance(tracker, (JsonLines, TensorBoardTracker)):
+                tracker.begin_training()
 
     def resume_as_main(self) -> None:
         """Open the trackers on a process that has become the main one, and keep what an earlier one has written."""
@@ -117,6 +127,7 @@ class TrackerSet:
         for tracker in self.opened:
             if isinstance(tracker, JsonLines):
                 tracker.keep_all()
+        self.begin_training()
 
     def hold_mark(self) -> None:
         """An evaluation begins. A run that resumes from a save within it makes it again: what it logs belongs to the save that follows."""
@@ -163,9 +174,11 @@ class TrackerSet:
             self._open(tracker)
         if self._runner.is_main_process:
             step = self._runner.state.train.global_step
-            file = self._runner.workspace.jsonl_file
-            continued = self._is_continued
-            self.add(JsonlTracker(file, resume_step=step, resume_mark=self.mark, is_continued=continued))
+            file, mark = self._runner.workspace.jsonl_file, self.mark
+            tracker = JsonlTracker(
+                file, resume_step=step, resume_mark=mark, is_continued=self._is_continued, has_begun=False
+            )
+            self.add(tracker)
         for name in BUILT_IN_TRACKERS:
             hook = getattr(self._runner, f"init_{name}", None)
             if hook is None:
@@ -296,7 +309,17 @@ class TensorBoardTracker(TensorBoardMedia):
         require_package("tensorboard")
         step, writer = runner.state.train.global_step, import_module("torch.utils.tensorboard").SummaryWriter
         directory = (runner.workspace.latest_tensorboard_dir() if step else None) or runner.workspace.tensorboard_dir
-        self._writer: Any = writer(os.fspath(directory), purge_step=step + 1 if step else None, flush_secs=30)
+        self._writer: Any = writer(os.fspath(directory), flush_secs=30)
+        self._resume_step = step
+
+    def begin_training(self) -> None:
+        """Hide points of later steps than that of the save, as `purge_step` of torch does: they are made again."""
+        if self._resume_step:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+            start = SessionLog(status=SessionLog.START)
+            self._writer._get_file_writer().add_event(Event(step=self._resume_step + 1, session_log=start))
+            self._resume_step = 0
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Write one scalar a name, all in one event: most of what `add_scalar` costs is the event around each value."""

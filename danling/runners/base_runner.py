@@ -802,7 +802,7 @@ class BaseRunner(metaclass=MetaRunner):
             self._parts.reporter.trackers.log_media(kind, name, prepared(), at)
 
     def open_trackers(self) -> None:
-        """Open the trackers when training begins; a runner that only evaluates does not change the metrics of an earlier run."""
+        """Open the trackers when training begins or metrics are logged; what an earlier run has logged is cut back by a training only."""
         if self._parts.reporter.trackers.is_open:
             return
         if self.config.checkpoint.load_only and self.checkpoint_manager is not None:
@@ -850,6 +850,7 @@ class BaseRunner(metaclass=MetaRunner):
         session = self._parts.session
         with self._parts.reporter.speaking(), session.observed():
             self.open_trackers()
+            self._parts.reporter.trackers.begin_training()
             self.init_signal_handlers()
             session.begin()
             self._parts.keys.begin_micro_batch(None, (), 0)

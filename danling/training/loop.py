@@ -221,6 +221,7 @@ class TrainingLoop:
             self.begin_updates()
             runner.model.train()
             runner.open_trackers()
+            self._reporter.trackers.begin_training()
             runner.init_signal_handlers()
             self._reporter.begin(runner, self._update, sums_loss=self._loss.sums)
             stack.enter_context(self._reporter.trackers.telling_status(whole=whole))

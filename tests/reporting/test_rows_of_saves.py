@@ -14,6 +14,7 @@ import torch
 from support.processes import run_outcomes, run_processes
 from support.saves import rows
 from support.toys import Line, Small, settings
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from danling.reporting import JsonlTracker, read_jsonl
 from danling.reporting.jsonl import FileMark
@@ -240,3 +241,67 @@ def test_lost_rows_are_named(
     ) as runner:
         runner.train()
     assert "lines that were written" not in caplog.text and (tmp_path / "other" / "metrics.jsonl").is_file()
+
+
+def losses(run: Path) -> list[int]:
+    """Return the steps of which TensorBoard shows a loss, in all attempts."""
+    steps = []
+    for directory in sorted((run / "tensorboard").iterdir()):
+        reader = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+        reader.Reload()
+        steps += [point.step for point in reader.Scalars("train/loss")]
+    return steps
+
+
+@pytest.mark.parametrize("way", ["again", "load_only", "same process"])
+def test_figures_of_an_older_save_remove_no_rows(way: str, tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", steps=4, log_interval=1, tensorboard=True, checkpoint={"interval": 1})
+    with Small(config) as runner:
+        runner.train()
+        before = rows(tmp_path / "run")
+        if way == "same process":
+            runner.load_checkpoint("ckpt-s000000000002")
+            runner.log_figures({"test/acc": 0.5})
+    if way != "same process":
+        policy = {"interval": 1, "load_only": way == "load_only"}
+        with Small({**config, "resume": "ckpt-s000000000002", "checkpoint": policy}) as runner:
+            runner.log_figures({"test/acc": 0.5})
+    assert rows(tmp_path / "run") == [*before, (2, ("test/acc",))]
+    assert losses(tmp_path / "run") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("way", ["train", "session", "same process"])
+def test_training_behind_an_older_save_replaces_the_rows_after_it(way: str, tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", steps=4, log_interval=1, tensorboard=True, checkpoint={"interval": 1})
+
+    def go_on(runner: Small) -> None:
+        runner.log_figures({"test/acc": 0.5})
+        if way == "session":
+            with runner.session():
+                pass
+        else:
+            runner.train()
+
+    with Small(config) as runner:
+        runner.train()
+        before = rows(tmp_path / "run")
+        if way == "same process":
+            runner.load_checkpoint("ckpt-s000000000002")
+            go_on(runner)
+    if way != "same process":
+        with Small({**config, "resume": "ckpt-s000000000002"}) as runner:
+            go_on(runner)
+    kept, added = [row for row in before if row[0] <= 2], (2, ("test/acc",))
+    made_again = [] if way == "session" else [row for row in before if row[0] > 2]
+    assert rows(tmp_path / "run") == [*kept, added, *made_again]
+    if way == "train":
+        assert losses(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def test_line_behind_a_torn_one_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 0.0}\n{"step": 2, "lo')
+    tracker = JsonlTracker(file, resume_step=1, resume_mark=FileMark(1, 1), has_begun=False)
+    tracker.log({"loss": 1.0}, 1)
+    tracker.close()
+    assert [record["loss"] for record in read_jsonl(file)] == [0.0, 1.0] and len(file.read_text().splitlines()) == 3

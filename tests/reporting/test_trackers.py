@@ -84,6 +84,7 @@ def test_tensorboard_is_read_by_its_own_reader(tmp_path: Path) -> None:
     first.close()
     first.close()
     resumed = TensorBoardTracker(tracked(tmp_path, step=4))
+    resumed.begin_training()
     resumed.log({"train/loss": 50.0}, 5)
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tb"))
