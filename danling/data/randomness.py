@@ -223,8 +223,7 @@ class Generators:
             seen[id(value)] = value
             if is_generator(value):
                 self.found[path] = value
-            elif isinstance(value, nn.Module) or not callable(getattr(type(value), "train", None)):
-                # What drives the training has generators that are not the data's.
+            elif isinstance(value, nn.Module) or not _drives(type(value)):
                 parts = list(_held_by(path, value))
                 if _asks_for_seed(value) and not any(is_generator(part) for _, part in parts):
                     asking[path] = value
@@ -240,6 +239,14 @@ class Generators:
         for generator, salt in self._seeded:
             seed_generator(generator, mix_seed(seed, salt))
         seed_host_streams(seed)
+
+
+def _drives(kind: type) -> bool:
+    """Whether objects of a class drive the training: their generators are not the data's.
+
+    What torch keeps of a block that it shards is a hundred objects: those of forty blocks are all that a look has time for.
+    """
+    return callable(getattr(kind, "train", None)) or kind.__module__.startswith("torch.distributed.")
 
 
 def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:

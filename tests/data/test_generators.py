@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from support.datasets import check_resume, drain, source_over
+from support.processes import run_processes
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
@@ -231,6 +232,25 @@ def test_keys_of_a_mapping_that_are_objects_stand_for_the_same_generators_in_eac
 
     numbered = [f"transform[#{number}]" for number in range(4)]
     assert looked() == [*numbered, "transform['flips']", "transform[3]", "transform[(4, 'here')]"]
+
+
+def _in_blocks_on_shards() -> list[str]:
+    """Return the paths of generators that a model of a hundred blocks holds."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
+    model[0].noise = functools.reduce(lambda held, _: [held], range(8), random.Random(1))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    model(torch.ones(1, 2)).sum().backward()
+    return list(Generators({name: vars(part) for name, part in model.named_modules()}).found)
+
+
+def test_a_generator_of_a_model_with_many_blocks_on_shards_is_found() -> None:
+    """What torch keeps of the blocks was looked through too, until the time of a look was over."""
+    (found,) = run_processes(_in_blocks_on_shards, world_size=1, init_process_group=True)
+    assert found == [f"0['noise']{'[0]' * 8}"]
 
 
 def test_object_without_generators_is_left_alone() -> None:
