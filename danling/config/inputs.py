@@ -253,6 +253,8 @@ _HINTS: Mapping[type, Any] = {
     tuple: tuple | None,
 }
 """What a key without a declared type takes, by the type of its present value."""
+_LISTS_OF_NUMBERS: Mapping[type, Any] = {list: list[int | float] | None, tuple: tuple[int | float, ...] | None}
+"""The same of lists that have numbers and nothing else, which may also be divided at commas."""
 
 
 def split_options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
@@ -287,13 +289,16 @@ def set_option(config: Section, key: str, words: list[str]) -> None:
         return
     hint = _declared(config, key)
     if hint in (None, Any):
-        hint = _HINTS.get(existing.__class__, Any)
+        kind = existing.__class__
+        hint = _HINTS.get(kind, Any)
+        if kind in _LISTS_OF_NUMBERS and existing and {each.__class__ for each in existing} <= {int, float}:
+            hint = _LISTS_OF_NUMBERS[kind]
     try:
         value = read_words(words, hint)
     except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
+        refused = TypeError if isinstance(error, TypeError) else ValueError
         text = " ".join(words)
-        raise kind(f"Expected --{key} to be {error}. Received: {text or 'no value'}.{number_hint(text)}") from None
+        raise refused(f"Expected --{key} to be {error}. Received: {text or 'no value'}.{number_hint(text)}") from None
     config.set(key, value)
 
 

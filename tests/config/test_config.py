@@ -444,6 +444,30 @@ def test_words_for_the_keys_of_a_class() -> None:
     assert (config.betas, config.model.layers, config.arch.depth, config.needed) == ((0.8, 0.9), 6, 5, 3)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["3,4"], [3, 4]),
+        (["3", "4.5"], [3, 4.5]),
+        (["[3, 4]"], [3, 4]),
+        (["1e-3,"], [0.001]),
+        (["none"], None),
+        (["a,b"], TypeError),
+    ],
+)
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_own_list_of_numbers_is_divided_at_commas(words: list[str], expected: Any, kind: type) -> None:
+    config = RunnerConfig()
+    config.model = {"widths": kind([64, 32]), "names": kind(["a"])}
+    if expected is TypeError:
+        with pytest.raises(TypeError, match="--model.widths to be"):
+            config.parse(["--model.widths", *words])
+        return
+    config.parse(["--model.widths", *words, "--model.names", "a,b"])
+    assert config.model.widths == (expected if expected is None else kind(expected))
+    assert config.model.names == kind(["a,b"])
+
+
 def test_lists_groups_of_digits_and_quotation_marks() -> None:
     for words in (["[0.9, 0.99]"], ["[0.9,", "0.99]"], ["0.9", "0.99"], ["(0.9, 0.99)"]):
         assert RunnerConfig().parse(["--optim.betas", *words]).optim.betas == [0.9, 0.99]
