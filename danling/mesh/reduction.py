@@ -14,15 +14,24 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor.parallel import loss_parallel
 
 from danling.data.sampler import part
-from danling.distributed import StepTotals
+from danling.distributed import Domain, StepTotals
 from danling.training.canonical_sum import CanonicalSum, Tree, order_free_norm
 from danling.training.reduction import GradientReduction, scale_gradients
 from danling.utils.devices import sent
 from danling.utils.messages import listed
-from danling.utils.tensors import bucketed, flattened, is_sharded, local_part, scatter, with_local_part
+from danling.utils.tensors import (
+    bucketed,
+    flattened,
+    has_strided_values,
+    is_sharded,
+    local_part,
+    scatter,
+    with_local_part,
+)
 
 from .axes import axes_with
 from .fsdp import reshard, set_gradient_sync, sharded_modules
+from .model_parts import is_meta
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -59,11 +68,66 @@ def equalize(topology: Topology, tensors: Iterable[Tensor]) -> None:
         return copied_axes(topology, tensor)
 
     for bucket in bucketed((tensor for tensor in tensors if copied_over(tensor)), copied_over):
-        locals_ = [local_part(tensor) for tensor in bucket]
-        flat = flattened(locals_)
-        flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
-        topology.domain(*copied_over(bucket[0])).broadcast(flat)
-        scatter(flat, locals_)
+        _copy_first(topology.domain(*copied_over(bucket[0])), bucket)
+
+
+@torch.no_grad()
+def equalize_built(topology: Topology, model: nn.Module, *, before_cut: bool = False) -> None:
+    """Copy a model that the ranks have built, and are about to divide, from the first of them. Call on all ranks.
+
+    Each rank takes its shard, or its stage, of what it has built, and a rank that drew or loaded other values would add a part of another
+    model.
+
+    Args:
+        topology: The mesh.
+        model: The model, or a part of it. One on the meta device has no values yet.
+        before_cut: Whether it is cut into stages next, not into shards.
+    """
+    if is_meta(model):
+        return
+    # Other classes of tensors, such as quantized ones, may have no values that can be copied one by one.
+    tensors = [
+        tensor
+        for tensor in (*model.parameters(), *model.buffers())
+        if has_strided_values(tensor) and type(local_part(tensor)).__torch_dispatch__ is Tensor.__torch_dispatch__
+    ]
+    if not before_cut:
+        equalize(topology, tensors)
+        return
+    for bucket in bucketed(tensors):
+        _copy_first(topology.domain(*axes_with(cuts_modules=True)), bucket)
+
+
+def _copy_first(domain: Domain, bucket: Sequence[Tensor]) -> None:
+    locals_ = [local_part(tensor) for tensor in bucket]
+    flat = flattened(locals_)
+    flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
+    domain.broadcast(flat)
+    scatter(flat, locals_)
+
+
+def check_built_alike(topology: Topology, model: nn.Module, *, before_cut: bool) -> None:
+    """Refuse a model that ranks have built with other tensors. Call on all ranks.
+
+    Ranks of `expert` and the like may have built parts of their own.
+
+    Args:
+        topology: The mesh.
+        model: The model as a whole.
+        before_cut: Whether all stages have it as a whole.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    own = [f"{name} {tuple(t.shape)} {'on the meta device' if t.is_meta else t.dtype}" for name, t in named]
+    axes = ("replicate", "shard", "context", *(axes_with(cuts_modules=True) if before_cut else ()))
+    found = topology.domain(*topology.active(*axes)).gather_objects(own)
+    for number, other in enumerate(found):
+        if other != found[0]:
+            here = next((text for text in found[0] if text not in other), "nothing more")
+            there = next((text for text in other if text not in found[0]), "nothing more")
+            raise ValueError(
+                f"Expected one model on all ranks. Received: {here} on the first of them, {there} on number {number}. Build the same "
+                "layers in __init__ on all ranks, on the same device."
+            )
 
 
 def _open_sum(grad: Any, parameter: Any) -> int | None:

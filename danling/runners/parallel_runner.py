@@ -44,7 +44,9 @@ from danling.mesh.reduction import (
     CanonicalMeshReduction,
     CanonicalReduceScatter,
     MeshReduction,
+    check_built_alike,
     equalize,
+    equalize_built,
     exchange_shards,
     mesh_axes,
 )
@@ -135,6 +137,10 @@ class ParallelRunner(TorchRunner):
         self._check_offload()
         self._check_labels()
         self._check_micro_batches()
+        cuts_whole = is_cut and not is_overridden(self, "build_pipeline_model_parts")
+        check_built_alike(self.topology, self.model, before_cut=cuts_whole)
+        if cuts_whole:
+            equalize_built(self.topology, self.model, before_cut=True)
         parts = self.build_pipeline_model_parts() if is_cut else [self.model]
         number = len(self.stage_plan.indices)
         if not isinstance(parts, Sequence) or [isinstance(part, nn.Module) for part in parts] != [True] * number:
@@ -217,6 +223,7 @@ class ParallelRunner(TorchRunner):
             # Block by block: one graph serves all, and FSDP's hooks stay outside.
             self.compile_modules(self._blocks(part) or [part])
         if self.topology.degree("shard") > 1:
+            equalize_built(self.topology, part)
             mesh, blocks = self.topology.mesh("replicate", "shard"), self._blocks(part)
             assert mesh is not None
             for root in self._sharded_roots(part):
