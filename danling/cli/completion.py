@@ -24,8 +24,8 @@ def run(options: argparse.Namespace) -> int:
         import shtab
     except ImportError as error:
         raise ImportError(
-            f"Expected shtab to be installed, which writes the script. Received: {error}. Run `pip install shtab`, or install the extra "
-            "danling[completion]."
+            f"Expected shtab to be installed, which writes the script. Received: {error}. Run `pip install shtab`, or "
+            "`pip install -e '.[completion]'` in a clone of this library."
         ) from error
     from .main import parser  # only here: it imports this module
 

@@ -145,8 +145,8 @@ def test_nothing_installs_another_project_of_this_name() -> None:
     kinds = (".md", ".py", ".sh", ".sbatch")
     files = [ROOT / "README.md", *(file for folder in folders for file in (ROOT / folder).rglob("*"))]
     texts = {file: file.read_text() for file in files if file.suffix in kinds}
-    installs = re.compile(r"pip3? install[^\n`]*[\s'\"]danling\b")
-    assert installs.search("pip install -U 'danling[wandb]'")
+    installs = re.compile(r"pip3? install[^\n`]*[\s'\"]danling\b|\bdanling\[\w")
+    assert installs.search("pip install -U 'danling[wandb]'") and installs.search("install the extra danling[wandb].")
     assert len(texts) > 200
     assert [str(file.relative_to(ROOT)) for file, text in texts.items() if installs.search(text)] == []
 
