@@ -27,6 +27,7 @@ from .batches import (
     count_samples,
     countable_samples,
     model_loss,
+    parts_of,
     peek_target,
 )
 from .keys import preserved_streams
@@ -317,8 +318,7 @@ class BatchLoss:
 
     def _name_rows(self, data: object, counted: int, read: int) -> None:
         """Name once a batch whose first tensor has other rows than samples, such as sequences with the time first."""
-        values = data.values() if isinstance(data, Mapping) else data if isinstance(data, (tuple, list)) else (data,)
-        parts = [part for part in values if isinstance(part, Tensor) and part.ndim]
+        parts = parts_of(data)
         # Where no part has a row or a column for each sample, as after some were dropped, the rows are the samples.
         has_samples = any(read in part.shape[:2] for part in parts)
         # Several views of each sample weigh as much as one.

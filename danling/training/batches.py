@@ -254,6 +254,34 @@ def countable_samples(data: object, read: int | None = None, others: Iterable[ob
     return None
 
 
+def parts_of(data: object) -> list[Tensor]:
+    """Return the tensors of a batch that have dimensions, without those in containers within it."""
+    values: Iterable[object] = (data,)
+    if isinstance(data, Mapping):
+        values = data.values()
+    elif isinstance(data, (tuple, list)):
+        values = data
+    elif is_dataclass(data) and not isinstance(data, type):
+        values = [getattr(data, field.name, None) for field in fields(data)]
+    return [value for value in values if isinstance(value, Tensor) and value.ndim]
+
+
+def left_samples(data: object, read: float) -> float:
+    """Return how many of the samples that were read for a batch are in it: fewer where a collate function leaves some out.
+
+    They are known where a batch of graphs tells them, and where all tensors have the same number of rows, unless all have a column for
+    each sample that was read, as sequences with the time first.
+    """
+    graphs = told_count(data, "num_graphs")
+    if graphs is not None:
+        return min(graphs, read)
+    parts = parts_of(data)
+    rows = {part.shape[0] for part in parts}
+    if len(rows) != 1 or all(part.ndim > 1 and part.shape[1] == read for part in parts):
+        return read
+    return min(rows.pop(), read)
+
+
 def _are_samples(items: Sequence[object], read: int | None, others: Iterable[object] | None) -> bool:
     """Whether a list of tensors has a sample in each, as `tuple(zip(*samples))` makes it, and is not columns with a row for each sample.
 

@@ -26,6 +26,7 @@ from .batches import (
     check_returned,
     count_samples,
     is_pair,
+    left_samples,
     nodes_of_graphs,
     not_one_loss,
     note_batch,
@@ -229,6 +230,7 @@ class Evaluator:
                     self._keys.begin_batch("evaluate", split, batch.place)
                     data = runner.to_device(batch.data)
                     weight, samples = self._loss.weigh(batch, data)
+                    samples = left_samples(data, samples)
                     self.batch_weight = weight
                     pred, loss = self._evaluated(split, data)
                     if loss is not None and samples:
@@ -243,7 +245,7 @@ class Evaluator:
                     if metrics and pred is not None:
                         metrics.update(prediction_of(pred), peek_target(data), samples)
                         if self._is_trying and samples:
-                            number = batch.read if batch.samples is None else batch.samples
+                            number = batch.read if batch.samples is None else int(samples)
                             tried = prediction_of(pred), peek_target(data), number
                     scored = scored or loss is not None
                     evaluated += samples if pred is not None or loss is not None else 0
@@ -465,6 +467,8 @@ class Evaluator:
         if samples is None:
             # A list has an item for each sample: only where there is padding are some left out.
             samples = len(pred) if isinstance(pred, list) else count_samples(data)
+        elif not isinstance(pred, list):
+            samples = int(left_samples(data, samples))
         return self.forward.counted(split_by_sample(pred, samples, nodes_of_graphs(data)))
 
 

@@ -33,7 +33,7 @@ from danling.utils.tensors import local_part, whole
 
 from .bad_samples import GivenBatches
 from .batch_weights import BatchLoss
-from .batches import check_returned, note_batch, peek_target, prediction_of
+from .batches import check_returned, left_samples, note_batch, peek_target, prediction_of
 from .outcome import UNCOMMITTED, NonFiniteError, UpdateOutcome
 from .precision import leave_update
 from .recompute import Recompute, SkippedUpdates, map_carry
@@ -315,7 +315,8 @@ class UpdateStep:
             return  # another stage of a pipeline has it
         pred = prediction_of(returned[0])
         with torch.no_grad():
-            metrics.update(whole(pred.detach()) if isinstance(pred, Tensor) else pred, peek_target(data), samples)
+            pred = whole(pred.detach()) if isinstance(pred, Tensor) else pred
+            metrics.update(pred, peek_target(data), left_samples(data, samples))
 
     def back_propagate(self, scaled: Tensor) -> None:
         """Add the gradient of a scaled loss to the gradients of the window, which `train_step` must have left in place."""

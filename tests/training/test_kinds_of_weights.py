@@ -169,6 +169,70 @@ def test_a_batch_that_weighs_its_time_is_named_once(
     assert caplog.text.count("A batch of 4 samples weighs 6") == is_named
 
 
+# Samples that a collate function leaves out
+
+BAD = {1, 2, 3, 6}
+"""Samples that cannot be read: of the batches of 4, 1, 3 and 2 samples are left."""
+
+
+class Holes(Dataset[tuple[Tensor, Tensor] | None]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | None:
+        point = torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return None if index in BAD else (point, point.sum() + index)
+
+
+def without_holes(samples: list[tuple[Tensor, Tensor] | None]) -> list[Tensor]:
+    left = [sample for sample in samples if sample is not None]
+    return [torch.stack(each) for each in zip(*left)]
+
+
+class Left(dl.Runner):
+    def __init__(self, config: Mapping[str, Any], own_loader: bool) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Sequential(make_line(), nn.Flatten(0)), nn.MSELoss()
+        self.metrics = {
+            "number": lambda pred, target: (pred - target).abs().mean(),
+            "numbers": lambda pred, target: (pred - target).abs(),
+        }
+        if own_loader:
+            loaders = (DataLoader(Holes(), batch_size=4, collate_fn=without_holes) for _ in range(2))
+            self.dataloaders = dict(zip(("train", "val"), loaders))
+        else:
+            self.datasets = {"train": Holes(), "val": Holes()}
+
+    def infer_step(self, data: Any) -> dict[str, Tensor]:
+        return {"pred": self.model(data[0])}
+
+
+@pytest.mark.parametrize("own_loader", [False, True])
+def test_metrics_count_the_samples_that_a_collate_function_has_left(own_loader: bool, tmp_path: Path) -> None:
+    loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": without_holes}
+    config = settings(tmp_path, epochs=1, accum_steps=3, train_metrics=True, dataloader=loader)
+    if own_loader:
+        del config["dataloader"]
+    points, targets = without_holes([Holes()[index] for index in range(SAMPLES)])
+    model = make_line()
+    before = float((model(points)[:, 0].detach() - targets).abs().mean())
+    functional.mse_loss(model(points)[:, 0], targets).backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    expected = model(points)[:, 0].detach()
+    after = float((expected - targets).abs().mean())
+    with Left(config, own_loader) as runner:
+        runner.train()
+        results = runner.results[1]
+        predictions = runner.infer("val")
+        bounded = runner.evaluate_steps("val", 2)
+    for name in ("number", "numbers"):
+        assert results["train"][name] == pytest.approx(before, abs=1e-12)
+        assert results["val"][name] == pytest.approx(after, abs=1e-12)
+        assert bounded[name] == pytest.approx(float((expected - targets)[:4].abs().mean()), abs=1e-12)
+    assert bounded["samples"] == 4
+    assert [row["pred"] for row in predictions] == pytest.approx(expected.tolist(), abs=1e-12)
+
+
 def test_columns_are_told_from_samples() -> None:
     columns = [torch.zeros(4, 2), torch.zeros(4, 7)]
     assert count_samples([columns, {"a": 1}]) == 4
