@@ -75,7 +75,8 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
     Returns:
         A float, or a 0-dim tensor on the target's device, which is not synchronized with the host.
     """
-    if not isinstance(target, Tensor):
+    # CTC divides the loss of each sample by the length of its target.
+    if not isinstance(target, Tensor) or isinstance(criterion, nn.CTCLoss):
         return float(count_samples(data))
     if target.is_floating_point():
         return _dense_weight(criterion, target)
@@ -334,9 +335,10 @@ class BatchLoss:
 
     def _counts_samples(self, data: object, target: object) -> bool:
         """Whether a batch weighs its samples."""
-        if self._own_weight or isinstance(target, Tensor):
+        criterion = self._runner.criterion
+        if self._own_weight or (isinstance(target, Tensor) and not isinstance(criterion, nn.CTCLoss)):
             return False
-        return self._runner.criterion is not None or aligned_labels(data) is None
+        return criterion is not None or aligned_labels(data) is None
 
     def weight_of_model(self, data: object, target: object) -> float | Tensor:
         """Return what the loss that the model computes is averaged over."""

@@ -169,6 +169,69 @@ def test_a_batch_that_weighs_its_time_is_named_once(
     assert caplog.text.count("A batch of 4 samples weighs 6") == is_named
 
 
+# Targets of their own lengths
+
+
+class Speech(Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        drawn = torch.Generator().manual_seed(index)
+        frames = torch.randn(12, 4, generator=drawn, dtype=torch.float64)
+        return frames, torch.randint(1, 5, (1 + index % 5,), generator=drawn)
+
+
+def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    frames, labels = zip(*samples)
+    target = nn.utils.rnn.pad_sequence(list(labels), batch_first=True)
+    return {"input": torch.stack(frames), "target": target, "lengths": torch.tensor([len(each) for each in labels])}
+
+
+def joined(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    return {**padded(samples), "target": torch.cat([labels for _, labels in samples])}
+
+
+def ctc_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    scores = model(batch["input"]).log_softmax(-1).transpose(0, 1)
+    frames = torch.full((scores.shape[1],), len(scores))
+    return functional.ctc_loss(scores, batch["target"], frames, batch["lengths"])
+
+
+class Transcribing(dl.Runner):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        torch.manual_seed(0)
+        self.model, self.criterion = nn.Linear(4, 5).double(), nn.CTCLoss()
+        self.datasets = {"train": Speech(), "val": Speech()}
+
+    def train_step(self, data: Any) -> tuple[None, Tensor]:
+        loss = ctc_of(self.model, data)
+        self.backward(loss)
+        return None, loss
+
+    def evaluate_step(self, data: Any) -> tuple[None, Tensor]:
+        return None, ctc_of(self.model, data)
+
+
+@pytest.mark.parametrize("collate", [padded, joined])
+def test_a_batch_of_ctc_weighs_its_samples(collate: Any, tmp_path: Path) -> None:
+    loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": collate}
+    config = settings(tmp_path, epochs=1, accum_steps=3, dataloader=loader)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 5).double()
+    whole = collate([Speech()[index] for index in range(SAMPLES)])
+    before = ctc_of(model, whole)
+    before.backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with Transcribing(config) as runner:
+        runner.train()
+        found, results = weights_of(runner.model), runner.results[1]
+    torch.testing.assert_close(found, weights_of(model), rtol=0, atol=1e-12)
+    assert results["train"]["loss"] == pytest.approx(before.item(), abs=1e-12)
+    assert results["val"]["loss"] == pytest.approx(ctc_of(model, whole).item(), abs=1e-12)
+
+
 # Samples that a collate function leaves out
 
 BAD = {1, 2, 3, 6}
