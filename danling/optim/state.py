@@ -266,10 +266,33 @@ def load_named_state_dict(
     for key in (SHARED, OWN):
         if key in state:
             added[key] = _unpacked(state[key], parameters)
+    shared = [(name, inner) for name, inner in inner_optimizers(optimizer) if _shares_groups(optimizer, inner)]
     optimizer.load_state_dict({**added[OWN], "state": {**values, **added[SHARED]}, "param_groups": groups})
+    parted = [f"optimizer.{name}" for name, inner in shared if not _shares_groups(optimizer, inner)]
+    if parted:
+        logger.warning(
+            "%s had the parameter groups of the optimizer that it belongs to. load_state_dict has replaced these, so that a schedule does "
+            "not reach it any more. Assign them again in an override of load_state_dict: self.%s.param_groups = self.param_groups.",
+            ", ".join(parted),
+            parted[0].removeprefix("optimizer."),
+        )
     same = {name: parameter.dtype for name, parameter in parameters.items() if name not in converted}
     dtypes = {index: same[name] for name, index in index_of.items() if name in same}
     restore_dtypes(optimizer.state_dict()["state"], values, dtypes)
+
+
+def inner_optimizers(optimizer: object) -> Iterator[tuple[str, Optimizer]]:
+    """Yield by name the optimizers that are attributes of an optimizer, such as that which SAM steps."""
+    for name, value in getattr(optimizer, "__dict__", {}).items():
+        if isinstance(value, Optimizer):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}[{index}]", each) for index, each in enumerate(value) if isinstance(each, Optimizer))
+
+
+def _shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
+    groups, others = optimizer.param_groups, inner.param_groups
+    return len(groups) == len(others) and all(group is other for group, other in zip(groups, others))
 
 
 @contextmanager

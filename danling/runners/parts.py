@@ -34,6 +34,7 @@ from danling.training.run_state import RunState
 from danling.training.save_checks import ExtraStates, FiniteWeights
 from danling.training.saving import RunSaver
 from danling.training.schedule import Schedule
+from danling.training.unsaved_changes import UnsavedChanges
 from danling.training.update import RunWindow, UpdateStep
 from danling.utils.hooks import is_overridden
 from danling.workspace.workspace import RunLocation
@@ -264,6 +265,7 @@ class TorchParts(Parts):
         self.saver.before.append(ExtraStates(runner).check)
         self.keys.called = (self.phases, self.audits, self.train_metrics)
         observers = [self.checks, FirstGradients(runner, has_phases=self.phases is not None)]
+        observers.append(UnsavedChanges(runner, self.pass_settings))
         session.observers.extend([*observers, RunRecorder(runner, self.data)])
         if self.metrics.has_objects:
             session.observers.append(MetricsInTraining(session, self.metrics, is_main=runner.is_main_process))

@@ -40,6 +40,11 @@ class PassSettings:
         self._runner = runner
         self._set: set[str] = set()
 
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the values that are saved, such as `model.dropout.p`."""
+        return self._set
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Note what is set inside."""
@@ -78,7 +83,7 @@ class PassSettings:
         return found
 
     def _load(self, stored: Mapping[str, Any], _: Collection[str]) -> None:
-        modules = dict(self._modules())
+        modules = dict(modules_of(self._runner))
         decoder = Decoder(AttributeSnapshot(self._runner))
         for name, entry in stored.items():
             path, _, key = name.rpartition(".")
@@ -104,20 +109,22 @@ class PassSettings:
             setattr(module, key, value)
             self._set.add(name)
 
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for root, owner in (("model", self._runner.unwrapped_model), ("criterion", self._runner.criterion)):
-            if isinstance(owner, nn.Module):
-                for name, module in owner.named_modules():
-                    yield ".".join(filter(None, (root, canonical_name(name)))), module
-
     def _values(self) -> Iterator[tuple[str, object]]:
         """Yield the values of all modules, less text under the names of places and secrets."""
         secret_keys = self._runner.config.secret_keys or ()
-        for path, module in self._modules():
+        for path, module in modules_of(self._runner):
             for key, value in (vars(module) | module._buffers).items():
                 is_open = type(value) is not str or not is_left_out(key, names_secret(key, secret_keys))
                 if key not in _OF_MODULE and is_open and _is_value(value):
                     yield f"{path}.{key}", value
+
+
+def modules_of(runner: TorchRunner) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of model and criterion, with names that begin with `model` and `criterion`."""
+    for root, owner in (("model", runner.unwrapped_model), ("criterion", runner.criterion)):
+        if isinstance(owner, nn.Module):
+            for name, module in owner.named_modules():
+                yield ".".join(filter(None, (root, canonical_name(name)))), module
 
 
 def _is_value(value: Any) -> bool:

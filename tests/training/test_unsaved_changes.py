@@ -1,0 +1,150 @@
+"""What components change in training and no checkpoint contains is named at a save: compared with what a resume gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.toys import settings
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import danling as dl
+
+STEPS = 4
+
+
+class Annealed(nn.Linear):
+    """Its temperature is a number."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        nn.init.ones_(self.weight)
+        self.temperature = 1.0
+        self._calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._calls += 1
+        return super().forward(input) / self.temperature
+
+
+class Declared(Annealed):
+    def get_extra_state(self) -> dict[str, float]:
+        return {"temperature": self.temperature}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.temperature = state["temperature"]
+
+
+class Balanced(nn.Module):
+    """A criterion that begins with the scale of its first loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.0
+
+    def forward(self, pred: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(pred, target)
+        self.scale = self.scale or loss.item()
+        return loss / self.scale
+
+
+class Sam(torch.optim.Optimizer):
+    """Steps another optimizer, as published implementations of SAM do."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.base = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        self.base.step()
+
+
+class Returned(Sam):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "base": self.base.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        self.base.load_state_dict(state.pop("base"))
+        self.steps = state.pop("steps")
+        super().load_state_dict(state)
+        self.base.param_groups = self.param_groups
+
+
+class Run(dl.Runner):
+    def __init__(
+        self, config: Mapping[str, Any], model: Callable[[], nn.Module], criterion: Any, optimizer: Any, where: str
+    ) -> None:
+        super().__init__(config)
+        points = torch.arange(16.0).reshape(8, 2) / 16
+        self.datasets = {"train": TensorDataset(points, points.sum(1, keepdim=True) + 3)}
+        self.model, self.criterion = model(), criterion()
+        self.optimizer = optimizer(self.model.parameters(), lr=0.02, momentum=0.9)
+        self.where = where
+
+    def cool(self, where: str) -> None:
+        if self.where == where:
+            model: Any = self.unwrapped_model
+            model.temperature *= 0.9
+
+    def on_pass_start(self, split: str) -> None:
+        self.cool("on_pass_start")
+
+    def train_step(self, data: Any) -> Any:
+        self.cool("train_step")
+        return super().train_step(data)
+
+
+CASES: dict[str, tuple[Any, Any, Any, str, tuple[str, ...]]] = {
+    "number of a model": (Annealed, nn.MSELoss, torch.optim.SGD, "train_step", ("model.temperature",)),
+    "number of a criterion": (Annealed, Balanced, torch.optim.SGD, "", ("criterion.scale",)),
+    "inner optimizer": (Annealed, nn.MSELoss, Sam, "", ("optimizer.steps", "optimizer.base (SGD)")),
+    "extra state": (Declared, nn.MSELoss, torch.optim.SGD, "train_step", ()),
+    "state_dict of the optimizer": (Annealed, nn.MSELoss, Returned, "", ()),
+    "on_pass_start": (Annealed, nn.MSELoss, torch.optim.SGD, "on_pass_start", ()),
+    "nothing": (Annealed, nn.MSELoss, torch.optim.SGD, "", ()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resume_gives_the_same_or_what_it_lacks_was_named(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    *made, names = CASES[case]
+    model, criterion, optimizer, where = made
+    config = {"dataloader": {"batch_size": 2, "shuffle": False}, "steps": 2 * STEPS, "auto_resume": True}
+
+    def train(directory: str, steps: int) -> Tensor:
+        with Run(
+            settings(tmp_path / directory, **{**config, "steps": steps}), model, criterion, optimizer, where
+        ) as run:
+            run.train()
+            model_of_run: Any = run.unwrapped_model
+            weight: Tensor = model_of_run.weight.detach().clone()
+            return weight
+
+    whole = train("whole", 2 * STEPS)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    train("parts", STEPS)
+    assert torch.equal(train("parts", 2 * STEPS), whole) == (not names)
+    assert sum(sum(f" {name}" in line for line in said) for name in names) == len(names)
+    if not names:
+        assert not said
+
+
+def test_an_inner_optimizer_that_loses_the_groups_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for steps in (STEPS, 2 * STEPS):
+        config = settings(tmp_path, dataloader={"batch_size": 2}, steps=steps, auto_resume=True)
+        with Run(config, Annealed, nn.MSELoss, Sam, "") as run:
+            run.train()
+    # The rates of a schedule do not reach it.
+    run.optimizer.param_groups[0]["lr"] = 0.0
+    assert run.optimizer.base.param_groups[0]["lr"] == 0.02
+    assert caplog.text.count("optimizer.base had the parameter groups") == 1
