@@ -7,6 +7,7 @@ import inspect
 import io
 import logging
 import math
+import re
 import warnings
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from danling.optim import SCHEDULERS, needs_metric
-from danling.optim.registry import build_scheduler, check_metric_of_schedule, scheduler_interval
+from danling.optim.registry import build_scheduler, check_metric_of_schedule, load_schedule, scheduler_interval
 
 _STEPS = 24
 
@@ -294,3 +295,58 @@ def test_a_state_of_other_groups_is_refused() -> None:
         SCHEDULERS.build(_optimizer(), type="cosine", total_steps=5).load_state_dict(state)
     with pytest.raises(ValueError, match="base_lrs=None"):
         SCHEDULERS.build(_optimizer(), type="cosine", total_steps=5).load_state_dict({"best": 1.0})
+
+
+def _exponential(optimizer: Any) -> Any:
+    return lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def _in_sequence(step_size: int) -> Any:
+    def make(optimizer: Any) -> Any:
+        return lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.StepLR(optimizer, step_size)], [2]
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "message"),
+    [
+        (
+            lambda o: torch.optim.swa_utils.SWALR(o, 0.1),
+            lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+            "anneal_epochs=10",
+        ),
+        (lambda o: lr_scheduler.StepLR(o, 2), _exponential, "step_size=2"),
+        (_exponential, lambda o: lr_scheduler.StepLR(o, 2), "no ['step_size']"),
+        (_exponential, _in_sequence(2), "gamma=0.5"),
+    ],
+)
+def test_a_state_of_another_schedule_is_refused(saved: Any, now: Any, message: str) -> None:
+    state = saved(_optimizer()).state_dict()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_schedule(now(_optimizer()), state)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "message"),
+    [
+        (lambda o: lr_scheduler.StepLR(o, 2), lambda o: lr_scheduler.StepLR(o, 3), "step_size=2 (here 3)"),
+        (lambda o: lr_scheduler.MultiStepLR(o, [2]), lambda o: lr_scheduler.MultiStepLR(o, [3]), "milestones="),
+        (_in_sequence(2), _in_sequence(3), "step_size=2 (here 3)"),
+        (_in_sequence(2), _in_sequence(2), ""),
+        (lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0), lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0), ""),
+    ],
+)
+def test_options_of_the_checkpoint_are_named_where_the_program_has_others(
+    saved: Any, now: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = _optimizer()
+    before = saved(optimizer)
+    for _ in range(3):
+        optimizer.step()
+        before.step()
+    load_schedule(now(_optimizer()), before.state_dict())
+    assert message in caplog.text
+    assert ("The schedule continues with" in caplog.text) == bool(message)
