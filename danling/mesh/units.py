@@ -126,7 +126,9 @@ class Unit:
             parameter = getattr(each, "_unsharded_param", None)
             if parameter is not None:
                 parameter.grad = None
-            each.unsharded_accumulated_grad = None
+            # From torch 2.15 on, it is the gradient of the parameter.
+            if each.unsharded_accumulated_grad is not None:
+                each.unsharded_accumulated_grad = None
         self._group._partial_reduce_output = None
         self.used = self.unused = frozenset()
         self._was_gathered = False
