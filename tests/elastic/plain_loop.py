@@ -30,6 +30,7 @@ SLOW_UNTIL = int(os.environ.get("SLOW_UNTIL", "0"))
 """Changes of the ranks before which an update takes longer, so that a replacement finds the others training."""
 
 HELD_SECONDS = 1.5
+LATE_SECONDS = 1.0
 
 
 class Faults:
@@ -55,6 +56,10 @@ class Faults:
 def strike(how: str, number: int) -> None:
     note(struck=time.time(), how=how, number=number)
     if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "late":
+        # The others wait for this rank in a collective by then.
+        time.sleep(LATE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -32,6 +32,8 @@ _SETTINGS = {"steps": _STEPS}
         (2, "1:stepped:10:stop", 1),
         # The third rank alone has made the update, and dies while it sends it.
         (3, "0:reduced:10:abandon;1:reduced:10:abandon;2:sending:1:kill", 1),
+        # Another rank than its neighbours waits for one that wakes only if these close their sockets.
+        (4, "2:reduce:10:late", 1),
     ],
 )
 def test_loop_by_hand_ends_as_if_undisturbed(ranks: int, faults: str, changes: int, tmp_path: Path) -> None:
@@ -43,20 +45,21 @@ def test_loop_by_hand_ends_as_if_undisturbed(ranks: int, faults: str, changes: i
 
 
 @pytest.mark.parametrize(
-    ("broken", "faults"),
+    ("broken", "ranks", "faults"),
     [
-        pytest.param(mutated.puts_in_early, "0:reduced:10:abandon;1:reduced:10:abandon;2:sending:1:kill"),
-        pytest.param(mutated.skips_leave, "2:in_reduce:10:kill", marks=pytest.mark.slow),
+        pytest.param(mutated.puts_in_early, 3, "0:reduced:10:abandon;1:reduced:10:abandon;2:sending:1:kill"),
+        # Of three ranks each is a neighbour of the dead one, and wakes by itself.
+        pytest.param(mutated.skips_leave, 4, "2:reduce:10:late", marks=pytest.mark.slow),
     ],
 )
 def test_process_with_a_broken_rule_fails_its_test(
-    broken: Callable[[], None], faults: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    broken: Callable[[], None], ranks: int, faults: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(plain_loop, "main", broken)
     # Far less than the timeout of a collective, which would end the wait that a broken rule makes.
     monkeypatch.setattr(f"{__name__}.run_ranks", partial(run_ranks, timeout=20.0))
     with pytest.raises(AssertionError):
-        test_loop_by_hand_ends_as_if_undisturbed(3, faults, 1, tmp_path)
+        test_loop_by_hand_ends_as_if_undisturbed(ranks, faults, 1, tmp_path)
 
 
 @pytest.fixture(scope="module")
