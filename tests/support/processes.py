@@ -346,7 +346,7 @@ def _enter(
     gc.freeze()
     die_with_parent()
     os.setpgid(0, 0)
-    faulthandler.register(_STACKS, file=sys.__stderr__)
+    faulthandler.register(_STACKS, file=2)
     # What it starts itself, such as workers of a loader, starts as in any other program: not by a server of its own.
     multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
