@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.utils.parametrize import is_parametrized
+
+logger = logging.getLogger("danling")
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -111,3 +114,48 @@ def reshard(model: nn.Module) -> None:
         module.reset_iter_state()
     for module in modules:
         module.reshard()
+
+
+class UseBesideForward:
+    """A hook of shards that names, once, a loss that was computed from one outside of the forward of its module.
+
+    A forward computes from what FSDP2 has gathered, whose gradient FSDP2 sums over the ranks. That of a shard itself stays as its rank
+    has it.
+
+    Args:
+        is_canonical: Whether gradients are added in one order, which leaves that of the shard itself out: an error then.
+    """
+
+    __torch_unserializable__ = True  # else torch warns of the hook where a program pickles a parameter
+
+    def __init__(self, is_canonical: bool) -> None:
+        self._is_canonical = is_canonical
+        self._has_said = False
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Called by a backward with the gradient of a shard, on the rank that has it."""
+        if self._is_canonical:
+            raise ValueError(
+                "Expected a loss that reads parameters within the forward of their modules, with gradient_sum='canonical' and the axis "
+                "shard. Received: one computed from a shard, such as by full_tensor(). Compute it in the forward of the module."
+            )
+        if not self._has_said:
+            self._has_said = True
+            logger.warning("%s", _BESIDE_FORWARD)
+
+    @classmethod
+    def watch(cls, parameters: Iterable[nn.Parameter], *, is_canonical: bool) -> None:
+        """Put one hook on all of these shards that have none yet. No communication."""
+        hook = cls(is_canonical)
+        for parameter in parameters:
+            hooks: Any = parameter._backward_hooks or {}
+            if parameter.requires_grad and not any(isinstance(each, cls) for each in hooks.values()):
+                parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+_BESIDE_FORWARD = (
+    "A loss is computed from a parameter that the axis shard divides, outside of the forward of its module, such as a penalty by "
+    "full_tensor(). FSDP2 does not sum this gradient over the ranks: each shard gets only what its own rank has of it, which is too "
+    "little. Compute the loss from p.full_tensor(grad_placements=[Partial()] * p.device_mesh.ndim), with Partial of "
+    "torch.distributed.tensor, which sums it (this line comes then too), or in the forward of the module."
+)

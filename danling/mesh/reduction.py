@@ -30,7 +30,7 @@ from danling.utils.tensors import (
 )
 
 from .axes import axes_with
-from .fsdp import reshard, set_gradient_sync, sharded_modules
+from .fsdp import UseBesideForward, reshard, set_gradient_sync, sharded_modules
 from .model_parts import is_meta
 from .topology import Topology
 
@@ -109,7 +109,7 @@ def _copy_first(domain: Domain, bucket: Sequence[Tensor]) -> None:
 def check_built_alike(topology: Topology, model: nn.Module, *, before_cut: bool) -> None:
     """Refuse a model that ranks have built with other tensors. Call on all ranks.
 
-    Ranks of `expert` and the like may have built parts of their own.
+    Ranks of `expert` and the like may have built other parts.
 
     Args:
         topology: The mesh.
@@ -165,6 +165,8 @@ class MeshReduction(GradientReduction):
         self._shared: list[float] = []
         self._shares = torch.empty(0)
         """The share of this rank in each of its gradients, on the device."""
+        shards = (parameter for parameter in self.parameters if "shard" in divided_axes(parameter))
+        UseBesideForward.watch(shards, is_canonical=not self.keeps_gradients)
 
     def begin(self) -> None:
         """Copy the buffers of the first rank to the others, as DistributedDataParallel does.
