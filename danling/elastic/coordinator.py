@@ -307,9 +307,9 @@ class Coordinator:
             self.side.remove([peer.member])
         elif kind == "committed":
             self._deaths_in_update = 0
-            peer.has_committed = True
-            if peer.member >= self.side.expected:
+            if peer.member >= self.side.expected and not peer.has_committed:
                 self._failed_births = 0
+            peer.has_committed = True
         elif kind == "end_run":
             self._end(str(message["why"]))
         elif kind == "ready" and self.verdict:

@@ -377,16 +377,20 @@ def test_replacements_that_end_before_an_update_are_not_replaced_for_ever(caplog
             return bool(_until(partial(told, pid))["may"])
 
         answers = []
-        for pid in range(200, 208):
+        for pid in range(200, 209):
             newcomer = _Peer(coordinator, pid=pid)
             newcomer.ready(0, progress=-1)
             _until(lambda: coordinator.side.newcomers)
             form([*peers, newcomer])
-            if pid == 200:
-                # This one has trained.
+            if pid < 202:
+                # These two have trained.
                 newcomer.say("committed")
                 _until(lambda: coordinator._peers[-1].has_committed)
-            answers.append(end(newcomer, pid))
+            if pid == 201:
+                # This one stays, and says so after each change, as the others do.
+                peers.append(newcomer)
+            else:
+                answers.append(end(newcomer, pid))
         assert not coordinator.verdict
         assert answers == [True] * 5 + [False] * 3
         assert "before they made an update" in caplog.text
