@@ -39,9 +39,9 @@ class JsonLines:
     """A file of JSON objects with a `step`, one a line, which all attempts of a run share.
 
     At the first `write`, what an earlier attempt wrote after the save that the run resumes from is cut off, and so is a line that a kill
-    left unfinished: every line is there once. A program that has not begun to train cuts nothing: it may have loaded an older save in
-    order to evaluate it, and its lines are added. A line is handed to the operating system before `write` returns, so that a killed
-    process loses none.
+    left unfinished: every line is there once. A program that has neither begun to train nor saved cuts nothing: it may have loaded an
+    older save in order to evaluate it, and its lines are added. A line is handed to the operating system before `write` returns, so that
+    a killed process loses none.
 
     Args:
         file: The file.

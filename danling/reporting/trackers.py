@@ -87,7 +87,7 @@ class TrackerSet:
         self._untaken: set[str] = set()
         """Kinds of media that were logged and that some tracker does not take."""
         self._resumed: FileMark | None = FileMark(0, 0)
-        self._is_continued = False
+        self._is_continued = self._is_training = False
         self._held: FileMark | None = None
         self._is_held = False
         self.recent: deque[tuple[dict[str, float], int]] | None = None
@@ -109,12 +109,18 @@ class TrackerSet:
         is_own = checkpoints.is_dir() and any(checkpoints.iterdir())
         self._is_continued = is_own and not self._runner.config.ft.enabled
         if self._is_continued:
+            step = self._runner.state.train.global_step
             for tracker in self.opened:
                 if isinstance(tracker, JsonlTracker):
-                    tracker.resume_from(self._runner.state.train.global_step, mark)
+                    # The mark is of the run's own file; another one of the user's goes by the step.
+                    tracker.resume_from(step, mark if tracker.file == self._runner.workspace.jsonl_file else None)
+                elif isinstance(tracker, TensorBoardTracker):
+                    tracker.resume_from(step)
+            if self._is_training:
+                self.begin_training()
 
     def begin_training(self) -> None:
-        """Drop what trackers have of updates that are made again. Called on all ranks, when the trackers are open."""
+        """Drop what trackers have of updates that are made again. Called on all ranks before a training, and before a save."""
         for tracker in self.opened:
             if isinstance(tracker, (JsonLines, TensorBoardTracker)):
                 tracker.begin_training()
@@ -272,11 +278,14 @@ class TrackerSet:
             whole: Whether the run has ended where nothing is raised.
         """
         self.set_status("running")
+        self._is_training = True
         try:
             yield
         except BaseException as error:
             self.set_status_after(error)
             raise
+        finally:
+            self._is_training = False
         if whole:
             self.set_status("finished")
 
@@ -310,16 +319,20 @@ class TensorBoardTracker(TensorBoardMedia):
         step, writer = runner.state.train.global_step, import_module("torch.utils.tensorboard").SummaryWriter
         directory = (runner.workspace.latest_tensorboard_dir() if step else None) or runner.workspace.tensorboard_dir
         self._writer: Any = writer(os.fspath(directory), flush_secs=30)
+        self._resume_step = step or None
+
+    def resume_from(self, step: int) -> None:
+        """Continue from a save, in the process that has written the points: the next training hides those after it."""
         self._resume_step = step
 
     def begin_training(self) -> None:
         """Hide points of later steps than that of the save, as `purge_step` of torch does: they are made again."""
-        if self._resume_step:
+        if self._resume_step is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
             start = SessionLog(status=SessionLog.START)
             self._writer._get_file_writer().add_event(Event(step=self._resume_step + 1, session_log=start))
-            self._resume_step = 0
+            self._resume_step = None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Write one scalar a name, all in one event: most of what `add_scalar` costs is the event around each value."""

@@ -100,6 +100,8 @@ class Parts:
         self.stores = self.remote if is_asked("remote", owner.config) else None
         self.run_state = RunState(owner)
         self.saver = RunSaver(owner, session, self.extensions, self.stores)
+        # A program that saves goes on from what it has loaded, as one that trains does.
+        self.saver.before.append(self.reporter.trackers.begin_training)
         session.observers.extend([self.reporter.telemetry, self.reporter])
 
     @cached_property

@@ -294,8 +294,47 @@ def test_training_behind_an_older_save_replaces_the_rows_after_it(way: str, tmp_
     kept, added = [row for row in before if row[0] <= 2], (2, ("test/acc",))
     made_again = [] if way == "session" else [row for row in before if row[0] > 2]
     assert rows(tmp_path / "run") == [*kept, added, *made_again]
-    if way == "train":
+    if way != "session":
         assert losses(tmp_path / "run") == [1, 2, 3, 4]
+
+
+class GoesBack(Small):
+    """Loads an earlier save where its third pass begins."""
+
+    has_gone_back = False
+
+    def on_pass_start(self, split: str) -> None:
+        super().on_pass_start(split)
+        if self.state.train.global_step == 4 and not self.has_gone_back:
+            self.has_gone_back = True
+            self.load_checkpoint("ckpt-s000000000002")
+
+
+def test_training_that_goes_back_has_its_rows_once(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", steps=6, log_interval=1, tensorboard=True, checkpoint={"interval": 1})
+    with Small({**config, "dir": str(tmp_path / "whole")}) as runner:
+        runner.train()
+    with GoesBack(config) as runner:
+        runner.train()
+    assert rows(tmp_path / "run") == (expected := rows(tmp_path / "whole"))
+    assert losses(tmp_path / "run") == [*range(1, 7)]
+    # The saves after it have all of them.
+    with Small({**config, "steps": 8, "auto_resume": True}) as runner:
+        runner.train()
+    assert rows(tmp_path / "run")[: len(expected)] == expected
+
+
+def test_figures_before_a_save_are_of_that_save(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", steps=2, log_interval=1)
+    with Small(config) as runner:
+        runner.train()
+    added = [*rows(tmp_path / "run"), (2, ("test/acc",))]
+    with Small({**config, "auto_resume": True}) as runner:
+        runner.log_figures({"test/acc": 0.5})
+        runner.save_checkpoint()
+    with Small({**config, "steps": 4, "auto_resume": True}) as runner:
+        runner.train()
+    assert rows(tmp_path / "run")[: len(added)] == added
 
 
 def test_line_behind_a_torn_one_is_whole(tmp_path: Path) -> None:
