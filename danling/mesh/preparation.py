@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,8 +111,12 @@ class MeshPreparation(ModelPreparation):
         try:
             with self.order.compared() if self.order is not None else nullcontext():
                 yield
-        finally:
-            reshard(model)
+        except BaseException:
+            # Its own error is raised, also where FSDP2 of this torch cannot leave the forward: what comes next says so.
+            with suppress(RuntimeError):
+                reshard(model)
+            raise
+        reshard(model)
 
     def idle_settings(self) -> list[str]:
         """Return a sentence for every setting of the mesh that has no effect in this run. May be called on one rank."""

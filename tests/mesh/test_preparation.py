@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import danling as dl
 from danling.config import RunnerConfig
 from danling.distributed import LocalDomain
-from danling.mesh import Topology
+from danling.mesh import Topology, preparation
 from danling.mesh.model_parts import choose_parts, recompute_blocks, recomputes
 from danling.mesh.preparation import MeshPreparation, initialize_weights, rebind_optimizer
 
@@ -156,3 +156,21 @@ def test_communicating_axes_and_axes_without_effect() -> None:
     with alone.whole_weights(model, modify=True):
         model.weight.fill_(3.0)
     assert torch.all(model.weight == 3.0)
+
+
+def test_an_evaluation_raises_its_own_error_where_torch_cannot_leave_its_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[object] = []
+
+    def reshard(model: object) -> None:
+        calls.append(model)
+        if len(calls) > 1:
+            raise RuntimeError("cannot leave a forward")
+
+    monkeypatch.setattr(preparation, "reshard", reshard)
+    prepared = MeshPreparation.__new__(MeshPreparation)
+    prepared.order = None
+    with pytest.raises(ValueError, match="a bad sample"), prepared.evaluating(None):
+        raise ValueError("a bad sample")
+    assert len(calls) == 2
