@@ -319,6 +319,10 @@ class ShardedModelStates(ModelStates):
 
     runner: ParallelRunner
 
+    def paths(self) -> list[str]:
+        # An entry of checkpoint.exclude_from_loading may name a layer of another stage.
+        return sorted({path for paths in self.runner.pipeline_domain.gather_objects(super().paths()) for path in paths})
+
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         super().load_model(self._share_of(state, self.model_state()), partial=partial)
 
