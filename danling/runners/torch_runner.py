@@ -1104,10 +1104,11 @@ class TorchRunner(BaseRunner):
             CheckpointDamaged: If a file is not what was written.
             CheckpointMismatch: If names or shapes are not those of the model; `checkpoint.exclude_from_loading` leaves some out.
         """
-        with together(self, "load_pretrained"):
+        # Also where a resume reads the weights that its run began from: what the run has trained since is not in them.
+        with together(self, "load_pretrained"), self.run_state.loading({}) as left_out:
             weights = read_model(self.checkpoint_manager, checkpoint, averages=self.config.pretrained_averages)
             # Other exclusions would match nothing in the weights, which is an error.
-            entries = self.run_state.excluded.parts_of("model")
+            entries = left_out.parts_of("model")
             payload, excluded = exclude({"model": weights}, entries, here=self.run_state.weight_paths())
             ties = untied(self.unwrapped_model, payload["model"])
             self.load_model(payload["model"], partial=bool(excluded))

@@ -129,11 +129,11 @@ class RunState:
     @contextmanager
     def loading(self, payload: Mapping[str, Any]) -> Iterator[ExcludedFromLoading]:
         """Within the context, `excluded` are the parts of this checkpoint that are not loaded."""
-        self._loaded_since = self.loaded_since(payload)
+        before, self._loaded_since = self._loaded_since, self.loaded_since(payload)
         try:
             yield self.excluded
         finally:
-            self._loaded_since = ()
+            self._loaded_since = before
 
     @contextmanager
     def saved_elsewhere(self, *names: str) -> Iterator[None]:

@@ -53,6 +53,21 @@ def test_frozen_weight_different_from_a_whole_checkpoint_is_still_saved(tmp_path
         assert sorted(runner.read_checkpoint("latest")["model"]) == ["0.weight", "1.bias", "1.weight"]
 
 
+@pytest.mark.parametrize("weights", [{}, {"1.weight": torch.zeros(5, 2), "1.bias": torch.zeros(5)}])
+def test_run_that_left_out_a_layer_of_its_base_resumes(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """The base lacks the layer, or has it in another shape; another seed makes other frozen weights than the run began from."""
+    torch.save({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2), **weights}, tmp_path / "base.pth")
+    config = settings(tmp_path / "run", alone=True, pretrained=str(tmp_path / "base.pth"))
+    config["checkpoint"]["exclude_from_loading"] = ["model.1"]
+    with Headed({**config, "steps": 2}, base=2.0) as runner:
+        runner.train()
+        trained = {name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()}
+    with Headed({**config, "steps": 2}, base=3.0) as runner:
+        found = runner.unwrapped_model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in trained.items())
+        assert runner.train_state.global_step == 2
+
+
 @pytest.mark.parametrize("permutation", ["two rows", "two values", "two pairs of values"])
 def test_exchanged_values_within_a_frozen_weight_are_named(permutation: str) -> None:
     weight = nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), requires_grad=False)
