@@ -145,7 +145,8 @@ def init_process_group(
         backend = "gloo"
         if device.type != "cpu":
             backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    if device.type == "cpu" and "nccl" in backend:
+    serves_cpu = "cpu:" in backend and torch.cuda.is_available()
+    if device.type == "cpu" and "nccl" in backend and not serves_cpu:
         raise ValueError(
             f"Expected a backend for the CPU, on which this process trains. Received: backend={backend!r}, and "
             f"torch.cuda.is_available() is {torch.cuda.is_available()}. Leave backend out: nccl is taken with a CUDA device, gloo without."
