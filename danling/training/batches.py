@@ -254,30 +254,38 @@ def countable_samples(data: object, read: int | None = None, others: Iterable[ob
     return None
 
 
-def parts_of(data: object) -> list[Tensor]:
-    """Return the tensors of a batch that have dimensions, without those in containers within it."""
-    values: Iterable[object] = (data,)
+def _values_of(data: object) -> list[Any]:
+    """Return the values of a batch, or the batch itself where it has none."""
     if isinstance(data, Mapping):
-        values = data.values()
-    elif isinstance(data, (tuple, list)):
-        values = data
-    elif is_dataclass(data) and not isinstance(data, type):
-        values = [getattr(data, field.name, None) for field in fields(data)]
-    return [value for value in values if isinstance(value, Tensor) and value.ndim]
+        return list(data.values())
+    if isinstance(data, (tuple, list)):
+        return list(data)
+    if is_dataclass(data) and not isinstance(data, type):
+        return [getattr(data, field.name, None) for field in fields(data)]
+    return [data]
+
+
+def parts_of(data: object) -> list[Tensor]:
+    """Return the tensors of a batch that have dimensions, without those in containers within it. Nested tensors tell none."""
+    return [value for value in _values_of(data) if isinstance(value, Tensor) and not value.is_nested and value.ndim]
 
 
 def left_samples(data: object, read: float) -> float:
     """Return how many of the samples that were read for a batch are in it: fewer where a collate function leaves some out.
 
     They are known where a batch of graphs tells them, and where all tensors have the same number of rows, unless all have a column for
-    each sample that was read, as sequences with the time first.
+    each sample that was read, as sequences with the time first. A list with an entry for each sample that was read has all.
     """
     graphs = told_count(data, "num_graphs")
     if graphs is not None:
         return min(graphs, read)
+    lists = [value for value in _values_of(data) if isinstance(value, (tuple, list))]
+    if isinstance(data, (tuple, list)) and len(data) > 2:  # two are input and target
+        lists.append(data)
     parts = parts_of(data)
     rows = {part.shape[0] for part in parts}
-    if len(rows) != 1 or all(part.ndim > 1 and part.shape[1] == read for part in parts):
+    has_columns = all(part.ndim > 1 and part.shape[1] == read for part in parts)
+    if len(rows) != 1 or has_columns or any(len(each) == read for each in lists):
         return read
     return min(rows.pop(), read)
 

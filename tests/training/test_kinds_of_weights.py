@@ -296,6 +296,50 @@ def test_metrics_count_the_samples_that_a_collate_function_has_left(own_loader: 
     assert [row["pred"] for row in predictions] == pytest.approx(expected.tolist(), abs=1e-12)
 
 
+class Pictures(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((3, 2, 2), float(index), dtype=torch.float64)
+
+
+def as_read(samples: list[Tensor]) -> list[Tensor]:
+    return samples
+
+
+def with_boxes(samples: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Return the pictures, and boxes of all of them in one tensor: none of the first batch, one of each other."""
+    return samples, torch.zeros(int(samples[0].mean() > 0), 5)
+
+
+def nested(samples: list[Tensor]) -> dict[str, Any]:
+    return {"pictures": torch.nested.nested_tensor(samples), "target": torch.zeros(len(samples))}
+
+
+class Averages(dl.Runner):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model, self.metrics = make_line(), {"mean": lambda pred, _: pred.mean()}
+        self.datasets = {"val": Pictures()}
+
+    def infer_step(self, data: Any) -> Tensor:
+        pictures = data["pictures"].unbind() if isinstance(data, dict) else data if isinstance(data, list) else data[0]
+        return torch.stack([picture.mean() for picture in pictures])
+
+    def evaluate_step(self, data: Any) -> tuple[Tensor, None]:
+        return self.infer_step(data), None
+
+
+@pytest.mark.parametrize("collate", [as_read, with_boxes, nested])
+def test_a_list_with_an_entry_for_each_sample_has_all(collate: Any, tmp_path: Path) -> None:
+    with Averages(settings(tmp_path, dataloader={"batch_size": 5, "collate_fn": collate})) as runner:
+        result, predictions = runner.evaluate_steps("val", 2), runner.infer("val")
+    assert result["samples"] == SAMPLES
+    assert result["mean"] == pytest.approx(sum(range(SAMPLES)) / SAMPLES, abs=1e-12)
+    assert [float(each) for each in predictions] == pytest.approx(list(range(SAMPLES)), abs=1e-12)
+
+
 def test_columns_are_told_from_samples() -> None:
     columns = [torch.zeros(4, 2), torch.zeros(4, 7)]
     assert count_samples([columns, {"a": 1}]) == 4
