@@ -214,6 +214,9 @@ OPTIMIZERS = OptimizerRegistry(
 """Optimizers by name: `OPTIMIZERS.build(params=model.parameters(), type="adamw", lr=1e-3)`."""
 
 
+_OTHER_SCHEDULE = (
+    "Restore the schedule, or add 'scheduler' to checkpoint.exclude_from_loading to start it from the beginning."
+)
 _OWN = ("pattern", "options", "lr_multiplier", "weight_decay_multiplier", "beta1", "beta2")
 
 
@@ -464,19 +467,20 @@ def load_schedule(scheduler: Any, state: Mapping[str, object]) -> None:
     asked = [_options_of_schedule(part) for part, _ in parts]
     scheduler.load_state_dict(dict(state))
     replaced = {
-        f"{name}={loaded[name]!r} (here {value!r})": name
+        f"{name.lstrip('_')}={loaded[name]!r} (here {value!r})": f"scheduler.{name}"
+        if part is scheduler
+        else "scheduler"
         for (part, _), options in zip(parts, asked)
         for loaded in [_options_of_schedule(part)]
         for name, value in options.items()
         if name in loaded and loaded[name] != value
     }
     if replaced:
-        excluded = "scheduler." + next(iter(replaced.values())) if len(parts) == 1 else "scheduler"
         logger.warning(
             "The schedule continues with the options of the checkpoint, which differ from those of the program: %s. For the program's, "
-            "add %r to checkpoint.exclude_from_loading.",
+            "add %s to checkpoint.exclude_from_loading.",
             ", ".join(replaced),
-            excluded,
+            ", ".join(repr(entry) for entry in dict.fromkeys(replaced.values())),
         )
     if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode != mode:
         logger.info(
@@ -489,16 +493,20 @@ def load_schedule(scheduler: Any, state: Mapping[str, object]) -> None:
 
 
 def _with_states(scheduler: Any, state: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yield a schedule and its state, or those that it is made of: several by name, in sequence, or chained."""
+    """Yield a schedule and its state, and those that it is made of: several by name, in sequence, or chained."""
+    yield scheduler, state
     named = getattr(scheduler, "schedules", None)
     within, stored = getattr(scheduler, "_schedulers", None), state.get("_schedulers")
+    pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(named, Mapping):
         pairs = [(each, state.get(name)) for name, each in named.items()]
-    elif isinstance(within, (list, tuple)) and isinstance(stored, (list, tuple)) and len(within) == len(stored):
-        pairs = list(zip(within, stored))
-    else:
-        yield scheduler, state
-        return
+    elif isinstance(within, (list, tuple)) and isinstance(stored, (list, tuple)):
+        if len(within) != len(stored):
+            raise ValueError(
+                f"Expected the state of {type(scheduler).__name__}, the schedule of this run, which is made of {len(within)}. Received: "
+                f"that of another one, made of {len(stored)}. {_OTHER_SCHEDULE}"
+            )
+        pairs = zip(within, stored)
     for part, of_part in pairs:
         if isinstance(of_part, Mapping):
             yield from _with_states(part, of_part)
@@ -519,7 +527,7 @@ def _check_kind_of_schedule(scheduler: Any, stored: Mapping[str, object]) -> Non
         shown = ", ".join(f"{name}={stored[name]!r}" for name in sorted(unexpected)) or f"no {sorted(missing)}"
         raise ValueError(
             f"Expected the state of {type(scheduler).__name__}, the schedule of this run. Received: that of another one, with {shown}. "
-            "Restore the schedule, or add 'scheduler' to checkpoint.exclude_from_loading to start it from the beginning."
+            f"{_OTHER_SCHEDULE}"
         )
 
 
@@ -527,7 +535,9 @@ def _options_of_schedule(scheduler: Any) -> dict[str, Any]:
     """Return the arguments of a schedule that it keeps, such as `T_max`, without its mode, which `load_schedule` keeps."""
     taken = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch", "mode", "verbose"}
     plain = (bool, int, float, str, list, tuple, dict)
-    return {name: value for name, value in vars(scheduler).items() if name in taken and isinstance(value, plain)}
+    kept = {name: value for name, value in vars(scheduler).items() if isinstance(value, plain)}
+    # A sequence keeps its milestones under a private name.
+    return {name: value for name, value in kept.items() if name.removeprefix("_") in taken}
 
 
 def scheduler_interval(settings: Mapping[str, object], scheduler: object = None, *, name: str = "") -> str:

@@ -301,13 +301,21 @@ def _exponential(optimizer: Any) -> Any:
     return lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-def _in_sequence(step_size: int) -> Any:
-    def make(optimizer: Any) -> Any:
-        return lr_scheduler.SequentialLR(
-            optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.StepLR(optimizer, step_size)], [2]
-        )
+def _parts(optimizer: Any, step_size: int = 2) -> list[Any]:
+    return [lr_scheduler.LinearLR(optimizer), lr_scheduler.StepLR(optimizer, step_size)]
 
-    return make
+
+def _in_sequence(step_size: int, milestone: int = 2) -> Any:
+    return lambda optimizer: lr_scheduler.SequentialLR(optimizer, _parts(optimizer, step_size), [milestone])
+
+
+def _three(optimizer: Any) -> Any:
+    parts = [*_parts(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [2, 4])
+
+
+def _chained(optimizer: Any) -> Any:
+    return lr_scheduler.ChainedScheduler(_parts(optimizer))
 
 
 @pytest.mark.parametrize(
@@ -321,6 +329,10 @@ def _in_sequence(step_size: int) -> Any:
         (lambda o: lr_scheduler.StepLR(o, 2), _exponential, "step_size=2"),
         (_exponential, lambda o: lr_scheduler.StepLR(o, 2), "no ['step_size']"),
         (_exponential, _in_sequence(2), "gamma=0.5"),
+        (_in_sequence(2), _three, "made of 2"),
+        (_three, _in_sequence(2), "made of 3"),
+        (_chained, _in_sequence(2), "no ['last_epoch']"),
+        (_in_sequence(2), _chained, "last_epoch=0"),
     ],
 )
 def test_a_state_of_another_schedule_is_refused(saved: Any, now: Any, message: str) -> None:
@@ -335,7 +347,11 @@ def test_a_state_of_another_schedule_is_refused(saved: Any, now: Any, message: s
         (lambda o: lr_scheduler.StepLR(o, 2), lambda o: lr_scheduler.StepLR(o, 3), "step_size=2 (here 3)"),
         (lambda o: lr_scheduler.MultiStepLR(o, [2]), lambda o: lr_scheduler.MultiStepLR(o, [3]), "milestones="),
         (_in_sequence(2), _in_sequence(3), "step_size=2 (here 3)"),
+        (_in_sequence(2), _in_sequence(3), "add 'scheduler' to"),
+        (_in_sequence(2), _in_sequence(2, 4), "milestones=[2] (here [4])"),
+        (_in_sequence(2), _in_sequence(2, 4), "add 'scheduler._milestones' to"),
         (_in_sequence(2), _in_sequence(2), ""),
+        (_chained, _chained, ""),
         (lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0), lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0), ""),
     ],
 )
