@@ -102,8 +102,8 @@ def equalize_built(topology: Topology, model: nn.Module, *, before_cut: bool = F
 def _copy_first(domain: Domain, bucket: Sequence[Tensor]) -> None:
     locals_ = [local_part(tensor) for tensor in bucket]
     flat = flattened(locals_)
-    flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
-    domain.broadcast(flat)
+    # As bytes, since a backend need not know the kind of numbers.
+    domain.broadcast(flat.view(torch.uint8))
     scatter(flat, locals_)
 
 

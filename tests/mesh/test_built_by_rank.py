@@ -25,6 +25,8 @@ def make(seed: int, width: int = 8) -> nn.Sequential:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2)).double()
     model[0].register_buffer("drawn", torch.randn(3))
+    for dtype in (torch.bool, torch.uint16, torch.float8_e4m3fn):
+        model[0].register_buffer(f"drawn_{dtype}".replace(".", "_"), torch.randint(0, 9, (3,)).to(dtype))
     return model
 
 
@@ -55,7 +57,7 @@ class OnMeta(ByRank):
 def train(kind: type[ByRank], config: Mapping[str, Any]) -> dict[str, Tensor]:
     with kind(config) as runner:
         runner.train()
-        return {name: whole(value.detach()).clone() for name, value in runner.model_state_dict().items()}
+        return {name: whole(value.detach()).double() for name, value in runner.model_state_dict().items()}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,9 @@ def test_the_model_of_the_first_rank_is_divided(axes: dict[str, int], size: int,
     world_size = 4 if len(axes) == 2 else 2
     found: dict[str, Tensor] = {}
     for of_rank in run_processes(train, ByRank, config, world_size=world_size):
-        torch.testing.assert_close(of_rank, {name: model.state_dict()[name] for name in of_rank}, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            of_rank, {name: model.state_dict()[name].double() for name in of_rank}, rtol=0, atol=1e-12
+        )
         found |= of_rank
     assert found.keys() == model.state_dict().keys()
 
