@@ -31,8 +31,8 @@ _STATE_METHODS = ("get_extra_state", "state_dict", "_save_to_state_dict")
 class UnsavedChanges(Observer):
     """Warns once, at a save, of numbers and text that modules or the optimizer have changed, and of state of an optimizer within it.
 
-    Left out are names that begin with an underscore, what `on_pass_start` has set, which is saved, and components whose class overrides
-    `get_extra_state` or `state_dict`.
+    Left out are names that begin with an underscore, flags of an optimizer, what `on_pass_start` has set, which is saved, and components
+    whose class overrides `get_extra_state` or `state_dict`.
     """
 
     def __init__(self, runner: TorchRunner, pass_settings: PassSettings) -> None:
@@ -82,8 +82,10 @@ class UnsavedChanges(Observer):
         for path, component, base in components:
             if any(getattr(type(component), name, None) is not getattr(base, name, None) for name in _STATE_METHODS):
                 continue
+            # A flag of an optimizer says that it has begun, such as `initialized` of those of bitsandbytes, or in which mode it is.
+            kinds = _NUMBERS[1:] if base is Optimizer else _NUMBERS
             for name, value in vars(component).items():
-                if type(value) in _NUMBERS and not name.startswith("_") and name != "training":
+                if type(value) in kinds and not name.startswith("_") and name != "training":
                     yield f"{path}.{name}", value
 
 

@@ -78,6 +78,18 @@ class Returned(Sam):
         self.base.param_groups = self.param_groups
 
 
+class Begins(torch.optim.SGD):
+    """Notes that it has begun, as optimizers of bitsandbytes do."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.initialized = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.initialized = True
+        super().step()
+
+
 class Run(dl.Runner):
     def __init__(
         self, config: Mapping[str, Any], model: Callable[[], nn.Module], criterion: Any, optimizer: Any, where: str
@@ -108,6 +120,7 @@ CASES: dict[str, tuple[Any, Any, Any, str, tuple[str, ...]]] = {
     "inner optimizer": (Annealed, nn.MSELoss, Sam, "", ("optimizer.steps", "optimizer.base (SGD)")),
     "extra state": (Declared, nn.MSELoss, torch.optim.SGD, "train_step", ()),
     "state_dict of the optimizer": (Annealed, nn.MSELoss, Returned, "", ()),
+    "flag of the optimizer": (Annealed, nn.MSELoss, Begins, "", ()),
     "on_pass_start": (Annealed, nn.MSELoss, torch.optim.SGD, "on_pass_start", ()),
     "nothing": (Annealed, nn.MSELoss, torch.optim.SGD, "", ()),
 }
