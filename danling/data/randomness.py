@@ -39,6 +39,8 @@ LEAVES = (
     *(types.ModuleType, types.FunctionType, Tensor, torch.dtype, torch.device, torch.Size),
 )
 """Kinds of values that hold no generator."""
+_PRINTED = (type(None), int, float, complex, str, bytes, type, PurePath, torch.dtype, torch.device)
+"""Kinds of keys that print the same in each process."""
 _FOREIGN = ("builtins", "torch", "typing", "abc", "collections")
 
 
@@ -277,9 +279,9 @@ def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _key_of(key: object, number: int) -> str:
-    """Return the name of a key of a mapping in a path: a number for a key that prints its values or its address."""
-    addressed = type(key).__repr__ in (object.__repr__, types.FunctionType.__repr__)
-    return f"#{number}" if addressed or isinstance(key, (Tensor, nn.Module)) else repr(key)
+    """Return the name of a key of a mapping in a path: a number for a key that may print its values or an address."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return repr(key) if all(isinstance(part, _PRINTED) for part in parts) else f"#{number}"
 
 
 def _attribute(value: object, name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,14 +225,29 @@ class Unprinted(nn.Parameter):
         raise AssertionError("printed")
 
 
+class Holder:
+    def method(self) -> None:
+        """Print the address of the object."""
+
+
 def test_keys_of_a_mapping_that_are_objects_stand_for_the_same_generators_in_each_process() -> None:
     def looked() -> list[str]:
         """Return the paths of generators by a tensor, a module, an object, a function, and by keys that print as what they are."""
-        keys = (Unprinted(torch.rand(2)), nn.Linear(1, 1), object(), lambda: None, "flips", 3, (4, "here"))
+        holder = Holder()
+        objects = (
+            Unprinted(torch.rand(2)),
+            nn.Linear(1, 1),
+            holder,
+            lambda: None,
+            holder.method,
+            (holder, 1),
+            weakref.ref(holder),
+        )
+        keys = (*objects, functools.partial(holder.method), "flips", 3, (4, "here"), None)
         return list(Generators({"transform": {key: random.Random(1) for key in keys}}).found)
 
-    numbered = [f"transform[#{number}]" for number in range(4)]
-    assert looked() == [*numbered, "transform['flips']", "transform[3]", "transform[(4, 'here')]"]
+    numbered = [f"transform[#{number}]" for number in range(8)]
+    assert looked() == [*numbered, *(f"transform[{key}]" for key in ("'flips'", "3", "(4, 'here')", "None"))]
 
 
 def _in_blocks_on_shards() -> list[str]:
