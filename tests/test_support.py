@@ -15,6 +15,9 @@ from support.processes import ProcessFailure, RankTraceback, run_outcomes, run_p
 from support.tenths import tenths_of
 from support.warm import interpreter
 from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+_kept: list[TCPStore] = []
 
 
 class OwnError(Exception):
@@ -30,6 +33,21 @@ def _raise_on_rank_one() -> None:
 def _die_on_rank_one() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _return_first_on_rank_zero() -> str:
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_first = os.environ["RANK"] == "0"
+    store = TCPStore(*address, is_master=is_first, wait_for_workers=False)
+    _kept.append(store)  # as torch keeps that of a group
+    if is_first:
+        store.set("process", str(os.getpid()))
+        return ""
+    first = int(store.get("process"))
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end and Path(f"/proc/{first}").exists():
+        time.sleep(0.01)
+    return store.get("process").decode()
 
 
 def _sleep_beside_a_child(seconds: float) -> None:
@@ -50,6 +68,12 @@ def test_a_killed_rank_is_named() -> None:
     assert outcomes[1].exit_code == -9
     with pytest.raises(ProcessFailure, match="Rank 1 died with exit code -9"):
         run_processes(_die_on_rank_one)
+
+
+def test_the_store_is_there_until_all_ranks_have_returned() -> None:
+    """A rank may still be connecting, by what the others have put into the store."""
+    first, second = run_processes(_return_first_on_rank_zero)
+    assert (first, second.isdigit()) == ("", True)
 
 
 def test_a_hang_ends_at_the_timeout_with_all_descendants() -> None:

@@ -112,6 +112,7 @@ class _Member:
     pipe: connection.Connection
     report: tuple[float, bool, bytes, str] | None = None
     killed: bool = False
+    released: bool = False
 
 
 @contextlib.contextmanager
@@ -124,7 +125,7 @@ def _launched(
     try:
         for rank in range(world_size):
             own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            ours, theirs = _CONTEXT.Pipe()
             process = _CONTEXT.Process(target=_enter, args=(theirs, *parts, own, os.getcwd(), init_process_group))
             process.start()
             theirs.close()
@@ -247,6 +248,7 @@ def _collect(
     open_members = list(members)
     outcomes: list[tuple[float, Outcome]] = []
     while open_members:
+        _release(members)
         waiting: list[Any] = [m.pipe for m in open_members if m.report is None]
         waiting += [m.process.sentinel for m in open_members]
         left = max(end - time.monotonic(), 0)
@@ -266,6 +268,17 @@ def _collect(
             if outcome.error is not None:
                 end = min(end, time.monotonic() + grace)
     return [outcome for _, outcome in sorted(outcomes, key=lambda entry: entry[0])]
+
+
+def _release(members: Sequence[_Member]) -> None:
+    """Let the first rank end once all others have returned or ended: it keeps the store by which they may still be connecting."""
+    first, *others = members
+    for member in members:
+        _receive(member)
+    if not first.released and all(other.report or not other.process.is_alive() for other in others):
+        first.released = True
+        with contextlib.suppress(OSError):
+            first.pipe.send_bytes(b"")
 
 
 def _kill(members: Sequence[_Member]) -> None:
@@ -305,8 +318,8 @@ def _conclude(member: _Member, timeout: float) -> Outcome:
         carried = pickle.loads(payload)
         if not returned:
             return Outcome(member.rank, None, carried, text, code)
-        if not hung and code == 0:
-            return Outcome(member.rank, carried, None, "", code)
+        if (not hung and code == 0) or (member.rank == 0 and not member.released):
+            return Outcome(member.rank, carried, None, "", 0)
     if hung:
         fate = f"did not end: killed (timeout {timeout:g} s, less once another rank has failed)"
     else:
@@ -364,6 +377,9 @@ def _enter(
         sys.stderr.flush()
         os._exit(1)
     pipe.send_bytes(pickle.dumps(message))
+    if variables["RANK"] == "0":
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv_bytes()
 
 
 def _call(target: Callable[..., Any], args: Any, kwargs: Any, init_process_group: bool) -> Any:
