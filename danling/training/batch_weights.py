@@ -75,8 +75,7 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
     Returns:
         A float, or a 0-dim tensor on the target's device, which is not synchronized with the host.
     """
-    # CTC divides the loss of each sample by the length of its target.
-    if not isinstance(target, Tensor) or isinstance(criterion, nn.CTCLoss):
+    if not isinstance(target, Tensor) or _is_ctc(criterion):
         return float(count_samples(data))
     if target.is_floating_point():
         return _dense_weight(criterion, target)
@@ -158,6 +157,11 @@ def _count(target: Tensor, ignore_index: int | None) -> float | Tensor:
     if ignore_index < 0 and size and target.min().item() > ignore_index:
         return float(size)
     return float(torch.count_nonzero(target != ignore_index).item())
+
+
+def _is_ctc(criterion: object) -> bool:
+    """Whether a criterion divides the loss of each sample by the length of its target, and is a mean over samples."""
+    return isinstance(criterion, nn.CTCLoss) or _function(criterion) is F.ctc_loss
 
 
 def _dense_weight(criterion: object, target: Tensor) -> float:
@@ -336,7 +340,7 @@ class BatchLoss:
     def _counts_samples(self, data: object, target: object) -> bool:
         """Whether a batch weighs its samples."""
         criterion = self._runner.criterion
-        if self._own_weight or (isinstance(target, Tensor) and not isinstance(criterion, nn.CTCLoss)):
+        if self._own_weight or (isinstance(target, Tensor) and not _is_ctc(criterion)):
             return False
         return criterion is not None or aligned_labels(data) is None
 

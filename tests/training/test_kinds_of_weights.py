@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,10 @@ def ctc_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 class Transcribing(dl.Runner):
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], criterion: Any) -> None:
         super().__init__(config)
         torch.manual_seed(0)
-        self.model, self.criterion = nn.Linear(4, 5).double(), nn.CTCLoss()
+        self.model, self.criterion = nn.Linear(4, 5).double(), criterion
         self.datasets = {"train": Speech(), "val": Speech()}
 
     def train_step(self, data: Any) -> tuple[None, Tensor]:
@@ -214,8 +215,9 @@ class Transcribing(dl.Runner):
         return None, ctc_of(self.model, data)
 
 
+@pytest.mark.parametrize("criterion", [nn.CTCLoss(), functional.ctc_loss, partial(functional.ctc_loss, blank=0)])
 @pytest.mark.parametrize("collate", [padded, joined])
-def test_a_batch_of_ctc_weighs_its_samples(collate: Any, tmp_path: Path) -> None:
+def test_a_batch_of_ctc_weighs_its_samples(collate: Any, criterion: Any, tmp_path: Path) -> None:
     loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": collate}
     config = settings(tmp_path, epochs=1, accum_steps=3, dataloader=loader)
     torch.manual_seed(0)
@@ -224,7 +226,7 @@ def test_a_batch_of_ctc_weighs_its_samples(collate: Any, tmp_path: Path) -> None
     before = ctc_of(model, whole)
     before.backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with Transcribing(config) as runner:
+    with Transcribing(config, criterion) as runner:
         runner.train()
         found, results = weights_of(runner.model), runner.results[1]
     torch.testing.assert_close(found, weights_of(model), rtol=0, atol=1e-12)
