@@ -37,6 +37,7 @@ from danling.training.schedule import Schedule
 from danling.training.unsaved_changes import UnsavedChanges
 from danling.training.update import RunWindow, UpdateStep
 from danling.utils.hooks import is_overridden
+from danling.utils.observers import Observer
 from danling.workspace.workspace import RunLocation
 
 from .extensions import is_asked, load
@@ -266,8 +267,9 @@ class TorchParts(Parts):
         self.saver.checks += [self.update.raise_pending_error, self.finite.check]
         self.saver.before.append(ExtraStates(runner).check)
         self.keys.called = (self.phases, self.audits, self.train_metrics)
-        observers = [self.checks, FirstGradients(runner, has_phases=self.phases is not None)]
-        observers.append(UnsavedChanges(runner, self.pass_settings))
+        observers: list[Observer] = [self.checks, FirstGradients(runner, has_phases=self.phases is not None)]
+        if not runner.config.checkpoint.load_only:
+            observers.append(UnsavedChanges(runner, self.pass_settings))
         session.observers.extend([*observers, RunRecorder(runner, self.data)])
         if self.metrics.has_objects:
             session.observers.append(MetricsInTraining(session, self.metrics, is_main=runner.is_main_process))

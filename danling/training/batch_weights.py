@@ -75,7 +75,7 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
     Returns:
         A float, or a 0-dim tensor on the target's device, which is not synchronized with the host.
     """
-    if not isinstance(target, Tensor) or _is_ctc(criterion):
+    if not isinstance(target, Tensor):
         return float(count_samples(data))
     if target.is_floating_point():
         return _dense_weight(criterion, target)
@@ -90,6 +90,8 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
             criterion_setting(criterion, "ignore_index"),
             criterion_setting(criterion, "weight"),
         )
+    if kind is F.ctc_loss or isinstance(criterion, nn.CTCLoss):
+        return float(count_samples(data))  # it divides the loss of each sample by the length of its target
     # The matrix of a metric-learning loss, and learned weights of several losses, are called `weight` too.
     if isinstance(class_weight, Tensor) and class_weight.ndim == 1 and not class_weight.requires_grad:
         other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(
@@ -161,7 +163,9 @@ def _count(target: Tensor, ignore_index: int | None) -> float | Tensor:
 
 def _is_ctc(criterion: object) -> bool:
     """Whether a criterion divides the loss of each sample by the length of its target, and is a mean over samples."""
-    return isinstance(criterion, nn.CTCLoss) or _function(criterion) is F.ctc_loss
+    if isinstance(criterion, partial):
+        criterion = criterion.func
+    return criterion is F.ctc_loss or isinstance(criterion, nn.CTCLoss)
 
 
 def _dense_weight(criterion: object, target: Tensor) -> float:
@@ -340,7 +344,9 @@ class BatchLoss:
     def _counts_samples(self, data: object, target: object) -> bool:
         """Whether a batch weighs its samples."""
         criterion = self._runner.criterion
-        if self._own_weight or (isinstance(target, Tensor) and not _is_ctc(criterion)):
+        if self._own_weight:
+            return False
+        if isinstance(target, Tensor) and (target.is_floating_point() or not _is_ctc(criterion)):
             return False
         return criterion is not None or aligned_labels(data) is None
 

@@ -42,14 +42,16 @@ class UnsavedChanges(Observer):
         self._named: set[str] = set()
 
     def training_started(self) -> None:
-        self._before = dict(self._values())
+        self._before = self._values()
 
     def save_started(self) -> None:
         runner = self._runner
         changed = [
             name
-            for name, value in self._values()
-            if not _is_same(self._before.get(name, value), value) and name not in self._pass_settings.names
+            for name, value in self._values().items()
+            if value is not self._before.get(name, value)
+            and not _is_same(self._before[name], value)
+            and name not in self._pass_settings.names
         ]
         names = self._new(changed)
         if names and runner.is_main_process:
@@ -74,19 +76,23 @@ class UnsavedChanges(Observer):
         self._named.update(found)
         return found
 
-    def _values(self) -> Iterator[tuple[str, object]]:
+    def _values(self) -> dict[str, object]:
+        """Return the numbers and the text of all components by name: one call at each save."""
         components: list[tuple[str, Any, type[Any]]] = [
             (path, module, nn.Module) for path, module in modules_of(self._runner)
         ]
         components += [("optimizer", optimizer, Optimizer) for optimizer in _members(self._runner.optimizer)]
+        values: dict[str, object] = {}
         for path, component, base in components:
-            if any(getattr(type(component), name, None) is not getattr(base, name, None) for name in _STATE_METHODS):
+            kind = type(component)
+            if [name for name in _STATE_METHODS if getattr(kind, name, None) is not getattr(base, name, None)]:
                 continue
             # A flag of an optimizer says that it has begun, such as `initialized` of those of bitsandbytes, or in which mode it is.
             kinds = _NUMBERS[1:] if base is Optimizer else _NUMBERS
             for name, value in vars(component).items():
                 if type(value) in kinds and not name.startswith("_") and name != "training":
-                    yield f"{path}.{name}", value
+                    values[f"{path}.{name}"] = value
+        return values
 
 
 def _is_same(before: object, value: object) -> bool:

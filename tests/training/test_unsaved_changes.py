@@ -161,3 +161,11 @@ def test_an_inner_optimizer_that_loses_the_groups_is_named(tmp_path: Path, caplo
     run.optimizer.param_groups[0]["lr"] = 0.0
     assert run.optimizer.base.param_groups[0]["lr"] == 0.02
     assert caplog.text.count("optimizer.base had the parameter groups") == 1
+
+
+def test_nothing_is_named_where_nothing_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = settings(tmp_path, dataloader={"batch_size": 2}, steps=STEPS, checkpoint={"load_only": True})
+    with Run(config, Annealed, nn.MSELoss, Sam, "train_step") as run:
+        run.train()
+        assert run.optimizer.steps == STEPS
+    assert "no checkpoint contains" not in caplog.text
