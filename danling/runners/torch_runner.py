@@ -371,9 +371,11 @@ class TorchRunner(BaseRunner):
     def broadcast_buffers(self) -> None:
         """Broadcast the buffers of the first rank to the ranks that share a part of the model.
 
-        DistributedDataParallel does it only at the next training forward; until then ranks may have different buffers.
+        DistributedDataParallel does it only at the next training forward; until then ranks may have different buffers, and averages have
+        them too. A save in parts may take what is whole from any rank.
         """
-        self.preparation.broadcast_buffers(self.model, self._criterion_tensors("buffers"))
+        kept = self.ema.kept_buffers if isinstance(self.ema, EMA) else []
+        self.preparation.broadcast_buffers(self.model, [*self._criterion_tensors("buffers"), *kept])
 
     def build_optimizer(self) -> Optimizer:
         """Return the optimizer of `config.optim` over the parameters that require a gradient."""

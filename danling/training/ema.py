@@ -74,6 +74,11 @@ class EMA:
         start = tensor.detach().clone()
         return start.to(_wide_dtype(tensor.dtype)) if name in self._averaged else start
 
+    @property
+    def kept_buffers(self) -> list[Tensor]:
+        """What is kept of the model's persistent buffers, copies or averages, in the same order on all ranks. No communication."""
+        return [self.weights[name] for name in self._owners]
+
     def _see_buffers(self) -> None:
         """Find the tensors that are the buffers now: a module may assign a new one in its forward, or give the one there another size."""
         for name, (module, key) in self._owners.items():

@@ -56,6 +56,18 @@ FOUND: dict[str, str] = {
         '{"criterion": {"kind": "bce"}, "data": {"source": "list", "train": 15}, "model": {"parts": [{"kind": "complex"}, '
         '{"kind": "sometimes", "parts": [{"kind": "complex"}]}]}, "stack": {"ranks": 2}}'
     ),
+    "averages-on-shards-have-the-buffers-of-the-first-rank": (
+        '{"criterion": {"kind": "l1"}, "data": {"form": "mapping", "source": "dataset"}, "events": [{"at": 2, "kind": '
+        '"kill"}], "model": {"parts": [{"kind": "batch_norm"}]}, "optimizer": {"by_config": false}, "settings": '
+        '{"accum_steps": 3, "batch_size": 3, "ema": {}, "epochs": 2, "seed": 2}, "stack": {"kind": "parallel", "ranks": '
+        '2, "shard": 2}}'
+    ),
+    "averages-saved-in-parts-have-the-buffers-of-the-first-rank": (
+        '{"criterion": {"kind": "l1"}, "data": {"form": "mapping", "source": "dataset"}, "events": [{"at": 2, "kind": '
+        '"kill"}], "model": {"parts": [{"kind": "batch_norm"}]}, "optimizer": {"by_config": false}, "settings": '
+        '{"accum_steps": 3, "batch_size": 3, "checkpoint_backend": "dcp", "ema": {}, "epochs": 2, "seed": 2}, "stack": '
+        '{"ranks": 2}}'
+    ),
 }
 """Programs for which a property did not hold, by what was wrong; each was mended."""
 
