@@ -79,8 +79,7 @@ class DeepSpeedRunner(TorchRunner):
         check_keys(self.given_settings, settings)
         check_trainable(self.model, self.criterion, self.optimizer, zero_stage(settings), self.world_size)
         if self.data_domain.size > 1:
-            for tensor in self._criterion_tensors("parameters"):
-                self.world.broadcast(tensor.data)
+            self._broadcast_criterion()
         if uses_bf16_weights(settings):
             # Weights in bfloat16 take inputs in bfloat16, which autocast sees to.
             self.precision = Precision("bf16", self.device)

@@ -270,12 +270,16 @@ class TorchRunner(BaseRunner):
             self.model = self.wrap_model(self.model)
         self.preparation.note_wrapped(self.unwrapped_model)
         if isinstance(self.model, DistributedDataParallel):
-            # The wrapper has made the model's parameters equal on all ranks, and knows no criterion.
-            for parameter in self._criterion_tensors("parameters"):
-                self.world.broadcast(parameter.data)
+            # The wrapper has made the model's parameters and buffers equal on all ranks, and knows no criterion.
+            self._broadcast_criterion()
             # The sum of three or more ranks depends on the order in which they are added, and that on the layout of the buckets.
             if self.world.size > 2 and not self._parts.data.finds_micro_batch_size:
                 settle_buckets(self.model, self.world)
+
+    def _broadcast_criterion(self) -> None:
+        """Begin with the criterion of the first rank: others may have drawn or loaded another one."""
+        for tensor in (*self._criterion_tensors("parameters"), *self._criterion_tensors("buffers")):
+            self.world.broadcast(tensor.data)
 
     def _criterion_tensors(self, kind: Literal["parameters", "buffers"]) -> list[Tensor]:
         """Return the parameters or the buffers of the criterion, if it is a module."""
@@ -304,8 +308,9 @@ class TorchRunner(BaseRunner):
         """Return the model that training calls: DistributedDataParallel when there are several ranks."""
         if self._parts.canonical is not None:
             # The canonical sum adds the gradients of the ranks after the backward: no wrapper is needed, only equal values to begin with.
-            for tensor in (*model.parameters(), *model.buffers(), *self._criterion_tensors("parameters")):
+            for tensor in (*model.parameters(), *model.buffers()):
                 self.world.broadcast(tensor.data)
+            self._broadcast_criterion()
             return model
         is_wrapped = self.distributed and any(parameter.requires_grad for parameter in model.parameters())
         options = self.ddp_kwargs() if is_wrapped else {}
