@@ -83,7 +83,7 @@ class Runs:
         left = self._run(program, place or self.fresh(), **options)
         if left.refused is not None:
             trace = getattr(left, "trace", "")
-            raise Late(f"{left.refused}\n{trace}") if left.refused_after else Refused(f"{left.refused}\n{trace}")
+            raise Late(left) if left.refused_after else Refused(f"{left.refused}\n{trace}")
         return left
 
     def _run(self, program: Program, place: Path, **options: Any) -> Record:
@@ -115,6 +115,10 @@ def is_of_several(program: Program) -> bool:
 
 class Late(Exception):
     """A run was ended by an error after its first update."""
+
+    def __init__(self, left: Record) -> None:
+        super().__init__(f"{left.refused}\n{getattr(left, 'trace', '')}")
+        self.left = left
 
 
 # Properties
@@ -553,6 +557,11 @@ def _check(program: Program, place: Path) -> Verdict:
             refused = refused or Verdict("refused", f"{holds.__name__}: {error}", holds.__name__, named=whole.named)
             continue
         except Late as error:
+            losses = [abs(each.loss or 0.0) for each in error.left.micro_batches[-1:]]
+            if str(error).startswith("NonFiniteError") and max(losses, default=0.0) > HUGE:
+                # Rounding decides in which update it is not finite any more, and so in which division.
+                named = named or Verdict("named", str(error), named=whole.named)
+                continue
             return Verdict("differs", str(error), holds.__name__, named=whole.named)
         reasons = EXPLAINED.get(holds.__name__, ()) if program.stack != Stack() else ()
         lines = [line for line in whole.named if any(reason in line for reason in reasons)]
