@@ -20,6 +20,10 @@ os.environ.setdefault("RUST_LOG", "error")
 if os.environ.get("DANLING_TEST_GPU") != "1":
     # Bitwise comparisons and several ranks on one machine are meant for the CPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if sys.prefix != sys.base_prefix:
+    # A run with an activated environment finds as few programs (no torchrun) as `make test`, which activates none.
+    paths = os.environ["PATH"].split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join(path for path in paths if Path(path) != Path(sys.executable).parent)
 
 import pytest
 import torch

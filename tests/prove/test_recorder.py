@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 import signal
 import subprocess
 import sys
@@ -255,6 +256,6 @@ def test_unstartable_command_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_process_has_to_be_one(tmp_path: Path) -> None:
-    two = "torchrun --nproc-per-node 2 train.py"
+    two = f"{shlex.quote(sys.executable)} -m torch.distributed.run --nproc-per-node 2 train.py"
     code, report = proved(tmp_path, options=["--ranks", "2", "--one", two])
     assert code == 2 and "which starts 2" in report["summary"], report
