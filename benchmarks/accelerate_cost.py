@@ -25,12 +25,18 @@ class OnAccelerate(Benchmarked, dl.AccelerateRunner):
     """The same runner through Accelerate."""
 
 
-def measure(workload: Workload, rounds: int, root: str, clock: pairs.Clock, *, from_dataset: bool) -> pairs.Times:
+def measure(
+    workload: Workload, rounds: int, root: str, clock: pairs.Clock, *, from_dataset: bool
+) -> pairs.Times:
     """Return microseconds an update, by way and round."""
     batches = make_batches(workload)
     samples = Samples(batches)
     data = samples if from_dataset else batches
-    loader = DataLoader(samples, workload.batch_size, shuffle=True, drop_last=True) if from_dataset else batches
+    loader = (
+        DataLoader(samples, workload.batch_size, shuffle=True, drop_last=True)
+        if from_dataset
+        else batches
+    )
     ways = {
         # The runner first: it makes the accelerator whose state the loop by hand shares.
         "stack accelerate": by_runner(workload, data, f"{root}/accelerate", OnAccelerate),

@@ -76,9 +76,13 @@ def _on_rank(rank: int, root: str, asked: argparse.Namespace, world_size: int) -
             pairs.show(title, figures, AGAINST, "an update")
             if world_size > 1:
                 ring = 2 * 4 * PARAMETERS * (world_size - 1) / world_size
-                print(f"  sent by rank 0: {sent[0] / workload.block / ring:.2f} times an all-reduce")
+                print(
+                    f"  sent by rank 0: {sent[0] / workload.block / ring:.2f} times an all-reduce"
+                )
             if asked.json:
-                asked.json.with_stem(f"{asked.json.stem}-{world_size}-{micro_batches}").write_text(json.dumps(figures))
+                asked.json.with_stem(f"{asked.json.stem}-{world_size}-{micro_batches}").write_text(
+                    json.dumps(figures)
+                )
     if dist.is_initialized():
         dist.destroy_process_group()
 

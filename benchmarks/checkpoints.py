@@ -59,7 +59,9 @@ def open_managers(directory: Path) -> dict[str, CheckpointManager]:
             settings = CheckpointSettings(async_mode=mode, keep_latest_k=1)
             name = f"{'file' if kind is FileCheckpointManager else 'dcp'} {'sync' if mode == 'disabled' else 'async'}"
             place = directory / name
-            found[name] = kind(place, domain=LocalDomain(), run_id="run", settings=settings, step_mode=True)
+            found[name] = kind(
+                place, domain=LocalDomain(), run_id="run", settings=settings, step_mode=True
+            )
     return found
 
 
@@ -92,13 +94,19 @@ def measure(directory: Path, tensors: int) -> tuple[dict[str, list[float]], floa
         for name, action in plain.items():
             times.setdefault(name, []).append(seconds(action))
         for name, manager in managers.items():
-            stall = seconds(lambda m=manager, s=step: m.save_checkpoint(payload, epoch=0, global_step=s))  # type: ignore[misc]
+            stall = seconds(
+                lambda m=manager, s=step: m.save_checkpoint(  # type: ignore[misc]
+                    payload, epoch=0, global_step=s
+                )
+            )
             times.setdefault(name, []).append(stall)
             manager.wait()
         for name in ("file sync", "dcp sync"):
             store = managers[name].store
             path = store.path("latest")
-            times.setdefault(f"verify {name[:-5]}", []).append(seconds(lambda s=store, p=path: s.verify(p, "full")))  # type: ignore[misc]
+            times.setdefault(f"verify {name[:-5]}", []).append(
+                seconds(lambda s=store, p=path: s.verify(p, "full"))  # type: ignore[misc]
+            )
     for manager in managers.values():
         manager.close()
     return {name: values[1:] for name, values in times.items()}, added
@@ -129,9 +137,15 @@ def main() -> int:
     show(medians, megabytes)
     print(f"{'memory':12s} {added:7.1f} MB added by a save of {megabytes:.0f} MB in the background")
     if asked.json:
-        asked.json.write_text(json.dumps({"seconds": medians, "megabytes": megabytes, "megabytes_added": added}))
-    slow = [name for name in ("file async", "dcp async") if medians[name] > 0.25 * medians["torch.save"]]
-    slow += [name for name in medians if name.startswith("verify") and megabytes / medians[name] < 500]
+        asked.json.write_text(
+            json.dumps({"seconds": medians, "megabytes": megabytes, "megabytes_added": added})
+        )
+    slow = [
+        name for name in ("file async", "dcp async") if medians[name] > 0.25 * medians["torch.save"]
+    ]
+    slow += [
+        name for name in medians if name.startswith("verify") and megabytes / medians[name] < 500
+    ]
     print(f"missed: {', '.join(slow)}" if slow else "all targets met")
     return 1 if slow else 0
 

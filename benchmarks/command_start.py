@@ -26,7 +26,9 @@ def start_seconds(arguments: list[str], repeats: int = 15) -> float:
     times = []
     for _ in range(repeats):
         before = time.perf_counter()
-        subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         times.append(time.perf_counter() - before)
     return statistics.median(times)
 

@@ -73,7 +73,9 @@ class CountedRunner(dl.Runner):
         super().__init__(config)
         from models.gpt import GPT
 
-        self.model = GPT(VOCABULARY, context=LENGTH, width=WIDTH, depth=DEPTH, heads=4, tied=False, **model)
+        self.model = GPT(
+            VOCABULARY, context=LENGTH, width=WIDTH, depth=DEPTH, heads=4, tied=False, **model
+        )
         self.criterion = nn.CrossEntropyLoss()
         tokens = torch.randint(VOCABULARY, (256, LENGTH + 1))
         self.datasets = {"train": torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])}
@@ -129,7 +131,11 @@ def tensor() -> Counts:
     block = {"all-gather": 4, "reduce-scatter": 4}
     embedding, head = {"all-reduce": 1, "all-gather": 1}, {"all-gather": 1, "reduce-scatter": 1}
     # The norms and the positions see a stretch each, so their gradients are summed, together.
-    return plus(plus(plus(block, times=DEPTH), embedding, head, times=ACCUMULATED), {"all-reduce": 1}, decide())
+    return plus(
+        plus(plus(block, times=DEPTH), embedding, head, times=ACCUMULATED),
+        {"all-reduce": 1},
+        decide(),
+    )
 
 
 def context() -> Counts:
@@ -196,7 +202,9 @@ def count(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Print a table, and write it as JSON when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="file to write the counts to")
     parser.add_argument("layouts", nargs="*", choices=[[], *LAYOUTS], default=[])
     asked = parser.parse_args()
@@ -205,8 +213,14 @@ def main() -> None:
     for name in asked.layouts or LAYOUTS:
         found[name] = count(name)
         for kind in sorted({*found[name]["calls"], *found[name]["theory"]}):
-            calls, size = found[name]["calls"].get(kind, 0), found[name]["bytes"].get(kind, 0) / 1024
-            print(f"{name:12} {kind:16} {calls:6} {found[name]['theory'].get(kind, 0):7} {size:9.1f}", flush=True)
+            calls, size = (
+                found[name]["calls"].get(kind, 0),
+                found[name]["bytes"].get(kind, 0) / 1024,
+            )
+            print(
+                f"{name:12} {kind:16} {calls:6} {found[name]['theory'].get(kind, 0):7} {size:9.1f}",
+                flush=True,
+            )
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=2) + "\n")
 

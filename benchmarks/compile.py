@@ -96,7 +96,9 @@ def settings(root: str, **changes: Any) -> dict[str, Any]:
 # Starts
 
 
-def start(kind: str, folder: str, portable: str, *, loads: bool, small: bool, backend: str) -> float:
+def start(
+    kind: str, folder: str, portable: str, *, loads: bool, small: bool, backend: str
+) -> float:
     """Return the seconds of the first update; what the compiler has made goes into the file `portable`, or comes out of it.
 
     Args:
@@ -136,7 +138,12 @@ def measure_starts(kinds: list[str], *, small: bool, backend: str) -> dict[str, 
         with tempfile.TemporaryDirectory() as place:
             for which in STARTS:
                 folder = "elsewhere" if which == "portable" else "code"
-                words = [kind, f"{place}/{folder}", f"{place}/portable.bin", str(int(which == "portable"))]
+                words = [
+                    kind,
+                    f"{place}/{folder}",
+                    f"{place}/portable.bin",
+                    str(int(which == "portable")),
+                ]
                 command = [
                     sys.executable,
                     __file__,
@@ -147,8 +154,14 @@ def measure_starts(kinds: list[str], *, small: bool, backend: str) -> dict[str, 
                     *words,
                 ]
                 # What the compiler keeps for all programs must not help.
-                environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{place}/{which}", "TMPDIR": place}
-                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                environment = {
+                    **os.environ,
+                    "TORCHINDUCTOR_CACHE_DIR": f"{place}/{which}",
+                    "TMPDIR": place,
+                }
+                done = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, check=False
+                )
                 if done.returncode:
                     raise RuntimeError(f"{' '.join(command)} failed: {done.stderr}")
                 figures[kind][which] = float(done.stdout.split()[-1])
@@ -167,15 +180,21 @@ def measure_steps(
         with tempfile.TemporaryDirectory() as root:
             ways = {
                 "eager": settings(f"{root}/eager"),
-                "compiled": settings(f"{root}/compiled", compile={"enable": True, "backend": backend}),
+                "compiled": settings(
+                    f"{root}/compiled", compile={"enable": True, "backend": backend}
+                ),
                 "graph": settings(f"{root}/graph", stack="graph", compile={"backend": backend}),
             }
-            runners = {name: Benchmarked(config, kind, small=small) for name, config in ways.items()}
+            runners = {
+                name: Benchmarked(config, kind, small=small) for name, config in ways.items()
+            }
             for runner in runners.values():
                 runner.train()  # compiles
             number = 2 if small else BLOCKS[kind]
             blocks = {name: _updates(runner, number) for name, runner in runners.items()}
-            figures[kind] = pairs.summarize(pairs.interleaved(blocks, number, rounds, clock), "eager")
+            figures[kind] = pairs.summarize(
+                pairs.interleaved(blocks, number, rounds, clock), "eager"
+            )
             for runner in runners.values():
                 runner.close()
     return figures
@@ -200,7 +219,9 @@ def measure_memory(kinds: list[str], *, small: bool, backend: str) -> dict[str, 
         for policy in POLICIES:
             with tempfile.TemporaryDirectory() as root:
                 compile = {"backend": backend, "memory_policy": policy}
-                with Benchmarked(settings(root, stack="graph", compile=compile), kind, small=small) as runner:
+                with Benchmarked(
+                    settings(root, stack="graph", compile=compile), kind, small=small
+                ) as runner:
                     figures[kind][policy] = _kept(runner) / 1024
     return figures
 
@@ -249,12 +270,18 @@ def main() -> None:
     if "steps" in arguments.only:
         steps = figures["steps"] = measure_steps(kinds, arguments.rounds, clock, **options)
         for kind, rows in steps.items():
-            shown = (f"{name} {row['median_us'] / 1e3:.3f} ms (x {row['ratio']:.2f})" for name, row in rows.items())
+            shown = (
+                f"{name} {row['median_us'] / 1e3:.3f} ms (x {row['ratio']:.2f})"
+                for name, row in rows.items()
+            )
             print(f"{kind}: update {', '.join(shown)}", flush=True)
     if "memory" in arguments.only:
         memory = figures["memory"] = measure_memory(kinds, **options)
         for kind, kept in memory.items():
-            print(f"{kind}: kept {', '.join(f'{name} {size:.0f} KiB' for name, size in kept.items())}", flush=True)
+            print(
+                f"{kind}: kept {', '.join(f'{name} {size:.0f} KiB' for name, size in kept.items())}",
+                flush=True,
+            )
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2))
 

@@ -35,7 +35,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend, then transform; `x` has shape `(batch, sequence, width)`."""
         shape = (*x.shape[:2], HEADS, WIDTH // HEADS)
-        q, k, v = (part.reshape(shape).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            part.reshape(shape).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         attended: Tensor = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
         inner: Tensor = self.down(nn.functional.gelu(self.up(self.norm2(x))))
@@ -85,9 +87,13 @@ def wait(device: torch.device) -> None:
 def main() -> None:
     """Measure and print."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=12 if on_gpu else 4)
-    parser.add_argument("--tokens", type=int, default=131072 if on_gpu else 1024, help="tokens of an update")
+    parser.add_argument(
+        "--tokens", type=int, default=131072 if on_gpu else 1024, help="tokens of an update"
+    )
     parser.add_argument("--sequence", type=int, default=1024 if on_gpu else 256)
     parser.add_argument("--micro-batches", type=int, default=8 if on_gpu else 1)
     parser.add_argument("--interval", type=int, default=100)
@@ -112,15 +118,24 @@ def main() -> None:
 
     def digest() -> Tensor:
         tensors = [
-            (name, tensor) for name, p in model.named_parameters() for tensor in (p, *optimizer.state[p].values())
+            (name, tensor)
+            for name, p in model.named_parameters()
+            for tensor in (p, *optimizer.state[p].values())
         ]
-        values = [(hasher.digest(tensor).to(device, non_blocking=True), key_of(name)) for name, tensor in tensors]
-        return torch.stack([value for value, _ in values]) * torch.tensor([key for _, key in values], device=device)
+        values = [
+            (hasher.digest(tensor).to(device, non_blocking=True), key_of(name))
+            for name, tensor in tensors
+        ]
+        return torch.stack([value for value, _ in values]) * torch.tensor(
+            [key for _, key in values], device=device
+        )
 
     of_update = seconds(update, device, options.repeats)
     of_digest = seconds(digest, device, options.repeats)
     shown = {
-        "device": torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name()
+        if on_gpu
+        else f"cpu, {torch.get_num_threads()} threads",
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": options.tokens,
         "update_seconds": round(of_update[1], 4),

@@ -62,7 +62,9 @@ class Passes:
 
     def __init__(self, workload: Workload, samples: Samples) -> None:
         self.sampler: DistributedSampler[Any] = DistributedSampler(samples, drop_last=True)
-        self.loader = StatefulDataLoader(samples, workload.batch_size, sampler=self.sampler, drop_last=True)
+        self.loader = StatefulDataLoader(
+            samples, workload.batch_size, sampler=self.sampler, drop_last=True
+        )
         self.epoch = -1
 
     def __iter__(self) -> Iterator[Any]:
@@ -78,7 +80,9 @@ def weighed(pred: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(pred, target) * (len(target) * dist.get_world_size() / weight.item())
 
 
-def measure(layout: str, workload: Workload, rounds: int, root: str, clock: pairs.Clock) -> pairs.Times:
+def measure(
+    layout: str, workload: Workload, rounds: int, root: str, clock: pairs.Clock
+) -> pairs.Times:
     """Return microseconds an update, by way and round. Called on both processes."""
     samples = Samples(make_batches(workload))
     kind: Any = Benchmarked if layout == "DDP" else OnMesh
@@ -86,8 +90,12 @@ def measure(layout: str, workload: Workload, rounds: int, root: str, clock: pair
     ways = {
         # The runner first: it makes the process group.
         "runner": by_runner(workload, samples, root, kind, **settings),
-        "by hand": blocks(updates_by_hand(wrapped(workload, layout), Passes(workload, samples)), workload),
-        BY_HAND: blocks(updates_by_hand(wrapped(workload, layout), Passes(workload, samples), weighed), workload),
+        "by hand": blocks(
+            updates_by_hand(wrapped(workload, layout), Passes(workload, samples)), workload
+        ),
+        BY_HAND: blocks(
+            updates_by_hand(wrapped(workload, layout), Passes(workload, samples), weighed), workload
+        ),
     }
     return pairs.interleaved(ways, workload.block, rounds, clock)
 
@@ -112,7 +120,9 @@ def main() -> None:
     """Start both processes, which measure, print, and write what was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     pairs.add_options(parser, rounds=10)
-    parser.add_argument("--only", default="", help="measure where the title has this in it, such as DDP or 10k")
+    parser.add_argument(
+        "--only", default="", help="measure where the title has this in it, such as DDP or 10k"
+    )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         run_on_ranks(_on_rank, root, asked, world_size=2)

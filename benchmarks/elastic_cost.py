@@ -63,14 +63,19 @@ def _serve(ranks: int, told: Connection) -> None:
     coordinator.close()
 
 
-def _be_rank(connection: Connection, root: str, asked: argparse.Namespace, workload: Workload) -> None:
+def _be_rank(
+    connection: Connection, root: str, asked: argparse.Namespace, workload: Workload
+) -> None:
     clock = pairs.prepared(asked)
     is_elastic = ADDRESS in os.environ
     config = settings_of(
         workload,
         root,
         steps=(asked.rounds + 1) * workload.block,
-        dataloader={"global_batch_size": 4 * workload.batch_size, "micro_batch_size": workload.batch_size},
+        dataloader={
+            "global_batch_size": 4 * workload.batch_size,
+            "micro_batch_size": workload.batch_size,
+        },
         gradient_sum="canonical",
         optim={"type": "adamw", "lr": 1e-3},
         elastic={"enabled": is_elastic},
@@ -90,12 +95,23 @@ def _start(
     members = []
     for rank in range(asked.ranks):
         ours, theirs = _FORK.Pipe()
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        variables |= {"WORLD_SIZE": str(asked.ranks), "LOCAL_WORLD_SIZE": str(asked.ranks), "GLOO_SOCKET_IFNAME": "lo"}
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        variables |= {
+            "WORLD_SIZE": str(asked.ranks),
+            "LOCAL_WORLD_SIZE": str(asked.ranks),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         if way != AGAINST:
             variables |= {ADDRESS: f"127.0.0.1:{coordinator}", TOKEN: token, JOINS: "0"}
-        process = _FORK.Process(target=_enter, args=(variables, theirs, f"{root}/{way}", asked, workload))
+        process = _FORK.Process(
+            target=_enter, args=(variables, theirs, f"{root}/{way}", asked, workload)
+        )
         process.start()
         theirs.close()
         members.append((process, ours))
@@ -113,7 +129,10 @@ def measure(asked: argparse.Namespace, workload: Workload, root: str) -> pairs.T
     agent = _FORK.Process(target=_serve, args=(asked.ranks, theirs), daemon=True)
     agent.start()
     stores, coordinator, token = ours.recv()
-    jobs = {way: _start(way, root, (port, coordinator, token), asked, workload) for way, port in zip(WAYS, stores)}
+    jobs = {
+        way: _start(way, root, (port, coordinator, token), asked, workload)
+        for way, port in zip(WAYS, stores)
+    }
     times: pairs.Times = {way: [] for way in WAYS}
     for round_ in range(asked.rounds + 1):
         for way, members in jobs.items():
@@ -121,7 +140,9 @@ def measure(asked: argparse.Namespace, workload: Workload, root: str) -> pairs.T
                 connection.send("go")
             seconds = [connection.recv() for _, connection in members]
             if round_:
-                times[way].append((sum(seconds) if asked.cpu_time else seconds[0]) / workload.block * 1e6)
+                times[way].append(
+                    (sum(seconds) if asked.cpu_time else seconds[0]) / workload.block * 1e6
+                )
     for members in jobs.values():
         for process, _ in members:
             process.join()
@@ -135,7 +156,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     pairs.add_options(parser)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--only", default="", help="measure where the title has this in it, such as 10k")
+    parser.add_argument(
+        "--only", default="", help="measure where the title has this in it, such as 10k"
+    )
     asked = parser.parse_args()
     found = {}
     for name, workload in WORKLOADS.items():

@@ -37,7 +37,13 @@ class Ranks:
             connection = socket.create_connection(("127.0.0.1", coordinator.port))
             self.sockets.append(connection)
             self.selector.register(connection, selectors.EVENT_READ, rank)
-            hello = {"kind": "hello", "token": coordinator.token, "member": rank, "pid": rank + 1, "host": "here"}
+            hello = {
+                "kind": "hello",
+                "token": coordinator.token,
+                "member": rank,
+                "pid": rank + 1,
+                "host": "here",
+            }
             self.say(rank, hello)
             self.say(rank, self.ready(rank, 0))
             self.generation[rank] = 0
@@ -45,7 +51,13 @@ class Ranks:
     def ready(self, rank: int, generation: int) -> dict[str, Any]:
         """Return what a rank says that waits for a generation."""
         handle = HANDLE.format(rank=rank, uuid=generation)
-        return {"kind": "ready", "generation": generation, "handle": handle, "progress": 7, "digest": "1f" * 8}
+        return {
+            "kind": "ready",
+            "generation": generation,
+            "handle": handle,
+            "progress": 7,
+            "digest": "1f" * 8,
+        }
 
     def say(self, rank: int, message: dict[str, Any]) -> None:
         """Send a message of a rank."""
@@ -92,7 +104,9 @@ def one_death(count: int) -> dict[str, float]:
         settings = {"least": 1, "wait_seconds": 600.0, "fence_seconds": 600.0, "replacements": None}
         for rank in range(count):
             ranks.say(rank, {"kind": "trains", "settings": settings})
-        while coordinator.side.phase != "run" or not all(each.trains for each in list(coordinator._peers)):
+        while coordinator.side.phase != "run" or not all(
+            each.trains for each in list(coordinator._peers)
+        ):
             time.sleep(0.01)
         ranks.sent.clear()
         ranks.received.clear()
@@ -110,7 +124,9 @@ def one_death(count: int) -> dict[str, float]:
 
 def main() -> int:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1000])
     options = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -118,7 +134,10 @@ def main() -> int:
     print("ranks  messages  MB  seconds")
     for count in options.ranks:
         found = one_death(count)
-        print(f"{count:5}  {found['messages']:8.0f}  {found['bytes'] / 1e6:.3g}  {found['seconds']:.3f}", flush=True)
+        print(
+            f"{count:5}  {found['messages']:8.0f}  {found['bytes'] / 1e6:.3g}  {found['seconds']:.3f}",
+            flush=True,
+        )
     return 0
 
 

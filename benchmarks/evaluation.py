@@ -64,7 +64,12 @@ class Benchmarked(dl.TorchRunner):
 
 def by_runner(workload: Workload, data: Any, root: str) -> Callable[[], tuple[float, float]]:
     """Return a function that evaluates one pass."""
-    config = {"seed": 0, "log": False, "workspace_root": root, "dataloader": {"batch_size": workload.batch_size}}
+    config = {
+        "seed": 0,
+        "log": False,
+        "workspace_root": root,
+        "dataloader": {"batch_size": workload.batch_size},
+    }
     runner = Benchmarked(config, workload, data)
 
     def evaluate() -> tuple[float, float]:
@@ -84,13 +89,17 @@ def passes(evaluate: Callable[[], object], number: int) -> Callable[[], None]:
     return block
 
 
-def measure(workload: Workload, rounds: int, root: str, clock: pairs.Clock, *, from_dataset: bool) -> pairs.Times:
+def measure(
+    workload: Workload, rounds: int, root: str, clock: pairs.Clock, *, from_dataset: bool
+) -> pairs.Times:
     """Return microseconds a batch, by way and round."""
     batches = make_batches(workload)
     data = Samples(batches) if from_dataset else batches
     loader = StatefulDataLoader(data, workload.batch_size) if from_dataset else batches
     ways = {BY_HAND: by_hand(workload, loader), "runner": by_runner(workload, data, root)}
-    assert all(abs(a - b) < 1e-4 for a, b in zip(*(way() for way in ways.values()))), "the figures differ"
+    assert all(abs(a - b) < 1e-4 for a, b in zip(*(way() for way in ways.values()))), (
+        "the figures differ"
+    )
     number = max(1, workload.block // len(batches))
     timed = {name: passes(way, number) for name, way in ways.items()}
     return pairs.interleaved(timed, number * len(batches), rounds, clock)

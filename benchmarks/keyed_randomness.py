@@ -104,15 +104,23 @@ def main() -> None:
     target = parser.parse_args().json
     figures = {}
     for batch_size in (32, 256):
-        figures[f"nothing_drawn_us_a_batch_of_{batch_size}"] = each = read_batches(batch_size, Nothing())
+        figures[f"nothing_drawn_us_a_batch_of_{batch_size}"] = each = read_batches(
+            batch_size, Nothing()
+        )
         print(f"nothing drawn, batches of {batch_size:3d}         {each:8.2f} us a batch")
     by_batch = []
     for name, draw in DRAWS.items():
         by_batch.append(read_batches(64, Drawing(draw)))
         figures[f"drawn_from_{name}_us_a_batch_of_64"] = by_batch[-1]
-        print(f"only {name:6} drawn, batches of  64   {by_batch[-1]:8.2f} us a batch   (target {TARGET:.0f})")
-    figures["by_sample_us_a_sample"] = by_sample = read_batches(64, Drawing(random.random), "sample") / 64
-    print(f"seeded before each sample             {by_sample:8.2f} us a sample  (target {TARGET_OF_SAMPLE:.0f})")
+        print(
+            f"only {name:6} drawn, batches of  64   {by_batch[-1]:8.2f} us a batch   (target {TARGET:.0f})"
+        )
+    figures["by_sample_us_a_sample"] = by_sample = (
+        read_batches(64, Drawing(random.random), "sample") / 64
+    )
+    print(
+        f"seeded before each sample             {by_sample:8.2f} us a sample  (target {TARGET_OF_SAMPLE:.0f})"
+    )
     figures["source_us_a_batch"] = over = source_over_users_loader()
     print(f"BatchSource on a user's loader        {over:8.2f} us a batch, commit included")
     if target:

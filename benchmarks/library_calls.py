@@ -38,8 +38,14 @@ def count(train: Callable[[int], None], updates: int) -> Counter[str]:
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOT) and code.co_name not in COMPREHENSIONS:
-            calls[f"{code.co_filename.removeprefix(ROOT)[1:]}:{code.co_firstlineno} {code.co_name}"] += 1
+        if (
+            event == "call"
+            and code.co_filename.startswith(ROOT)
+            and code.co_name not in COMPREHENSIONS
+        ):
+            calls[
+                f"{code.co_filename.removeprefix(ROOT)[1:]}:{code.co_firstlineno} {code.co_name}"
+            ] += 1
 
     sys.setprofile(note)
     try:
@@ -74,7 +80,9 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as root:
         functions, update, end = library_calls(root)
-    print(f"Python calls of the library: {update:.1f} an update, {end:.0f} more at the end of a pass")
+    print(
+        f"Python calls of the library: {update:.1f} an update, {end:.0f} more at the end of a pass"
+    )
     for name, number in functions.most_common() if asked.functions else ():
         if number > 0:
             print(f"{number / UPDATES:8.2f}  {name}")

@@ -26,7 +26,9 @@ def make_model(width: int) -> nn.Sequential:
     """Return two layers of two matrices each, the same on all ranks."""
     torch.manual_seed(0)
     layers = [
-        nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False))
+        nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        )
         for _ in range(2)
     ]
     return nn.Sequential(*layers)
@@ -40,7 +42,9 @@ def gradients_of(model: nn.Module, update: int) -> list[Tensor]:
 
 def main() -> None:
     """Measure, and print a line for each optimizer on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("width", type=int, nargs="?", default=128)
     width = parser.parse_args().width
     torch.set_num_threads(1)
@@ -49,7 +53,9 @@ def main() -> None:
     whole = make_model(width)
     reference = torch.optim.Muon(whole.parameters(), lr=0.02)
     for update in range(UPDATES):
-        for parameter, gradient in zip(whole.parameters(), gradients_of(whole, update), strict=True):
+        for parameter, gradient in zip(
+            whole.parameters(), gradients_of(whole, update), strict=True
+        ):
             parameter.grad = gradient
         reference.step()
     for kind in (torch.optim.Muon, ShardedMuon, torch.optim.AdamW):
@@ -60,7 +66,9 @@ def main() -> None:
         times = list[float]()
         collectives = 0
         for update in range(UPDATES):
-            for parameter, gradient in zip(model.parameters(), gradients_of(model, update), strict=True):
+            for parameter, gradient in zip(
+                model.parameters(), gradients_of(model, update), strict=True
+            ):
                 assert isinstance(parameter, DTensor)
                 parameter.grad = distribute_tensor(gradient, mesh, parameter.placements)
             dist.barrier()
@@ -78,8 +86,15 @@ def main() -> None:
             differs = max(differs, float((mine.full_tensor() - theirs).abs().max()))
         if dist.get_rank() == 0:
             name = f"{kind.__module__.partition('.')[0]} {kind.__name__}"
-            compared = f"weights differ from torch's Muon on one process by {differs:.1e}" if "Muon" in name else ""
-            print(f"{name:20} {1e3 * min(times):8.1f} ms  {collectives:3d} collectives  {compared}", flush=True)
+            compared = (
+                f"weights differ from torch's Muon on one process by {differs:.1e}"
+                if "Muon" in name
+                else ""
+            )
+            print(
+                f"{name:20} {1e3 * min(times):8.1f} ms  {collectives:3d} collectives  {compared}",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 

@@ -72,7 +72,10 @@ def local_server(directory: Path) -> Iterator[str]:
                     raise
                 time.sleep(0.05)
         os.environ.update(
-            AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID="k", AWS_SECRET_ACCESS_KEY="s", AWS_REGION="none"
+            AWS_ENDPOINT_URL=endpoint,
+            AWS_ACCESS_KEY_ID="k",
+            AWS_SECRET_ACCESS_KEY="s",
+            AWS_REGION="none",
         )
         yield "s3://bench"
     finally:
@@ -114,7 +117,9 @@ class Run:
     @property
     def is_busy(self) -> bool:
         """Whether a save is written or copied."""
-        return self._writing or (self.manager.mirror is not None and bool(self.manager.mirror.pending()))
+        return self._writing or (
+            self.manager.mirror is not None and bool(self.manager.mirror.pending())
+        )
 
     def save(self) -> float:
         """Save a state that differs from all before, and return for how many milliseconds the loop stood still."""
@@ -138,7 +143,9 @@ def copies(run: Run, store: RemoteStore) -> tuple[list[float], list[float]]:
         run.manager.wait_for_mirror()
         ours.append(file.stat().st_size / 1e6 / (time.perf_counter() - begin))
         begin = time.perf_counter()
-        obstore.put(store._client, "plain", file, chunk_size=store.settings.part_size, max_concurrency=4)
+        obstore.put(
+            store._client, "plain", file, chunk_size=store.settings.part_size, max_concurrency=4
+        )
         plain.append(file.stat().st_size / 1e6 / (time.perf_counter() - begin))
     return plain, ours
 
@@ -197,7 +204,9 @@ def copied(place: Path, url: str, megabytes: int) -> dict[str, float]:
         "memory_mb": memory,
     }
     for index, kind in enumerate(("alone", "saved", "copied")):
-        found[f"updates_per_second_{kind}"] = statistics.median(each[index].updates for each in rounds)
+        found[f"updates_per_second_{kind}"] = statistics.median(
+            each[index].updates for each in rounds
+        )
         found[f"longest_update_{kind}_ms"] = min(each[index].longest for each in rounds)
         if index:
             found[f"stop_{kind}_ms"] = statistics.median(each[index].stop for each in rounds)
@@ -206,14 +215,18 @@ def copied(place: Path, url: str, megabytes: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=250)
     parser.add_argument("--url", help="where to; localbucket on this machine without it")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
-        server = contextlib.nullcontext(asked.url) if asked.url else local_server(Path(place, "server"))
+        server = (
+            contextlib.nullcontext(asked.url) if asked.url else local_server(Path(place, "server"))
+        )
         with server as url:
             found = copied(Path(place), url, asked.megabytes)
     for name, value in found.items():

@@ -83,7 +83,10 @@ def fill(lengths: list[int], length: int) -> None:
     """Print the shares for one size of blocks."""
     pieces = [min(length, size - start) for size in lengths for start in range(0, size, length)]
     shuffled = [
-        pieces[index] for index in torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist()
+        pieces[index]
+        for index in torch.randperm(
+            len(pieces), generator=torch.Generator().manual_seed(0)
+        ).tolist()
     ]
     total = sum(lengths)
     documents = [range(size) for size in lengths]
@@ -91,7 +94,9 @@ def fill(lengths: list[int], length: int) -> None:
     spent = sum(len(batch) * batch[0].size for batch in map(budget.pieces, range(len(budget))))
     shares = {
         "Packed": Packed(documents, length, lengths, too_long="split").efficiency,
-        "best fit, all at once": total / length / len(best_fit(sorted(pieces, reverse=True), length)),
+        "best fit, all at once": total
+        / length
+        / len(best_fit(sorted(pieces, reverse=True), length)),
         "first fit": total / length / first_fit(shuffled, length),
         "next fit": total / length / next_fit(shuffled, length),
         "TokenBudget": total / spent,
@@ -117,17 +122,27 @@ def scale(documents: int, length: int) -> None:
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     blocks = Packed(range(documents), length, lengths)
     seconds = time.process_time() - begun
-    more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024)
+    more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (
+        1 if sys.platform == "darwin" else 1024
+    )
     blocks.set_epoch(1)
-    in_order = timed(blocks.pieces, range(len(blocks) // 2, min(len(blocks) // 2 + 50_000, len(blocks))))
-    at_random = timed(blocks.pieces, torch.randint(len(blocks), (50,), generator=generator).tolist())
-    print(f"  {documents} documents, {len(blocks)} blocks of {length} tokens, share of tokens {blocks.efficiency:.4f}")
+    in_order = timed(
+        blocks.pieces, range(len(blocks) // 2, min(len(blocks) // 2 + 50_000, len(blocks)))
+    )
+    at_random = timed(
+        blocks.pieces, torch.randint(len(blocks), (50,), generator=generator).tolist()
+    )
+    print(
+        f"  {documents} documents, {len(blocks)} blocks of {length} tokens, share of tokens {blocks.efficiency:.4f}"
+    )
     print(
         f"  {seconds:.1f} s to construct ({seconds / len(blocks) * 1e6:.1f} us a block), {in_order:.1f} us a block in order,"
     )
     print(f"  {at_random / 1e3:.1f} ms a block at a random position")
     held = lengths.nbytes + 8 * len(blocks._counts)
-    print(f"  {held / documents:.2f} bytes a document, {more / documents:.2f} more at the peak of construction")
+    print(
+        f"  {held / documents:.2f} bytes a document, {more / documents:.2f} more at the peak of construction"
+    )
 
 
 def main() -> None:

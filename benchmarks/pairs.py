@@ -25,11 +25,15 @@ Figures = dict[str, dict[str, float]]
 class Measure(Protocol):
     """Measures the ways of one benchmark with one size of model and one kind of data."""
 
-    def __call__(self, workload: Workload, rounds: int, root: str, clock: Clock, *, from_dataset: bool) -> Times:
+    def __call__(
+        self, workload: Workload, rounds: int, root: str, clock: Clock, *, from_dataset: bool
+    ) -> Times:
         """Return the times, with a directory for what the ways write, over a dataset or over batches in a list."""
 
 
-def interleaved(ways: Mapping[str, Callable[[], object]], units: int, rounds: int, clock: Clock) -> Times:
+def interleaved(
+    ways: Mapping[str, Callable[[], object]], units: int, rounds: int, clock: Clock
+) -> Times:
     """Return microseconds of a unit; one round before those that count warms up.
 
     Args:
@@ -66,7 +70,9 @@ def summarize(times: Times, against: str) -> Figures:
 def add_options(parser: argparse.ArgumentParser, rounds: int = 20) -> None:
     """Add the options that every benchmark of pairs has."""
     parser.add_argument("--rounds", type=int, default=rounds, help="interleaved rounds")
-    parser.add_argument("--cpu-time", action="store_true", help="count time of the processor: for a busy machine")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count time of the processor: for a busy machine"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
 
 
@@ -83,7 +89,8 @@ def show(title: str, figures: Figures, against: str, unit: str) -> None:
     for name, row in figures.items():
         spread = f"({row['low_us']:,.0f}-{row['high_us']:,.0f})"
         print(
-            f"  {name:22} {row['median_us']:9,.1f} us {unit} {spread:16} x {row['ratio']:.3f} of {against}", flush=True
+            f"  {name:22} {row['median_us']:9,.1f} us {unit} {spread:16} x {row['ratio']:.3f} of {against}",
+            flush=True,
         )
 
 
@@ -106,10 +113,14 @@ def main(
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add_options(parser)
-    parser.add_argument("--only", default="", help="measure where the title has this in it, such as 10k or Dataset")
+    parser.add_argument(
+        "--only", default="", help="measure where the title has this in it, such as 10k or Dataset"
+    )
     if breakdown is not None:
         parser.add_argument(
-            "--breakdown", action="store_true", help=f"print the microseconds of {unit} by part instead"
+            "--breakdown",
+            action="store_true",
+            help=f"print the microseconds of {unit} by part instead",
         )
     asked = parser.parse_args()
     clock = prepared(asked)
@@ -122,7 +133,9 @@ def main(
             if asked.only not in (title := f"{size}, {source}"):
                 continue
             with tempfile.TemporaryDirectory() as root:
-                times = measure(workload, asked.rounds, root, clock, from_dataset=source == "a Dataset")
+                times = measure(
+                    workload, asked.rounds, root, clock, from_dataset=source == "a Dataset"
+                )
             figures[title] = summarize(times, against)
             show(title, figures[title], against, unit)
     if asked.json:

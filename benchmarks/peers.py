@@ -86,7 +86,11 @@ class Feed:
 
     def loader(self) -> Any:
         """Return an iterable of the batches of a pass."""
-        return DataLoader(Samples(self.batches), **self.settings) if self.from_dataset else self.batches
+        return (
+            DataLoader(Samples(self.batches), **self.settings)
+            if self.from_dataset
+            else self.batches
+        )
 
 
 FEEDS: dict[str, dict[str, Any]] = {
@@ -153,7 +157,9 @@ def timed(updates: Iterator[None], steps: int) -> float:
 
 def by_hand(feed: Feed, steps: int, root: str) -> float:
     """Train in a loop."""
-    return timed(updates_by_hand(make_model(SMALL), feed.loader(), make_criterion(SMALL), SMALL), steps)
+    return timed(
+        updates_by_hand(make_model(SMALL), feed.loader(), make_criterion(SMALL), SMALL), steps
+    )
 
 
 def danling(feed: Feed, steps: int, root: str) -> float:
@@ -265,8 +271,14 @@ def transformers(feed: Feed, steps: int, root: str) -> float:
         logging_strategy="no",
         disable_tqdm=True,
     )
-    data = {"train_dataset": Samples(feed.batches), "data_collator": collate} if feed.from_dataset else {}
-    FromList(model, arguments, callbacks=[Ticks()], optimizers=make_optimizer(model, SMALL), **data).train()
+    data = (
+        {"train_dataset": Samples(feed.batches), "data_collator": collate}
+        if feed.from_dataset
+        else {}
+    )
+    FromList(
+        model, arguments, callbacks=[Ticks()], optimizers=make_optimizer(model, SMALL), **data
+    ).train()
     return clock.microseconds
 
 
@@ -284,7 +296,10 @@ def lightning(feed: Feed, steps: int, root: str) -> float:
 
         def configure_optimizers(self) -> Any:
             optimizer, scheduler = make_optimizer(self.model, SMALL)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
 
     class Ticks(pytorch_lightning.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -327,14 +342,20 @@ STATEMENTS = {
 
 def installed() -> list[str]:
     """Return the ways that can be gone here."""
-    return [name for name, (_, module) in WAYS.items() if find_spec(module.partition(".")[0]) is not None]
+    return [
+        name
+        for name, (_, module) in WAYS.items()
+        if find_spec(module.partition(".")[0]) is not None
+    ]
 
 
 def step_costs(names: list[str], rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
     """Return microseconds an update by feed, way and round; the first round warms up."""
     batches = make_batches(SMALL)
     feeds = {title: Feed(batches, **settings) for title, settings in FEEDS.items()}
-    times: dict[str, dict[str, list[float]]] = {title: {name: [] for name in names} for title in feeds}
+    times: dict[str, dict[str, list[float]]] = {
+        title: {name: [] for name in names} for title in feeds
+    }
     with tempfile.TemporaryDirectory() as root:
         for round_ in range(rounds + 1):
             for title, feed in feeds.items():
@@ -350,7 +371,9 @@ def in_process(code: str) -> float:
     path = str(Path(__file__).parent)
     ready = f"import sys; sys.path.insert(0, {path!r}); import torch; torch.set_num_threads(1); "
     # Modules are imported as they were compiled before, whatever the environment says.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     command = [sys.executable, "-c", ready + code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return float(done.stdout.split()[-1])
@@ -358,14 +381,18 @@ def in_process(code: str) -> float:
 
 def import_time(name: str) -> float:
     """Return seconds of the import beyond torch's own: the median of five, after one that compiles."""
-    code = f"import time; t = time.perf_counter(); {STATEMENTS[name]}; print(time.perf_counter() - t)"
+    code = (
+        f"import time; t = time.perf_counter(); {STATEMENTS[name]}; print(time.perf_counter() - t)"
+    )
     return statistics.median([in_process(code) for _ in range(6)][1:])
 
 
 def peak_memory(name: str) -> float:
     """Return the peak of a process in MB."""
     function = WAYS[name][0].__name__
-    train = f"peers.{function}(peers.Feed(peers.make_batches(peers.SMALL)), 300, tempfile.mkdtemp())"
+    train = (
+        f"peers.{function}(peers.Feed(peers.make_batches(peers.SMALL)), 300, tempfile.mkdtemp())"
+    )
     quiet = "import logging, warnings; warnings.simplefilter('ignore'); logging.disable(50); "
     # Of the kernel's two figures the one that begins anew with the program, not with its parent.
     peak = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024)"
@@ -379,10 +406,14 @@ def as_table(figures: dict[str, dict[str, dict[str, float]]], shown: str = "data
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in figures[shown].items():
-        ratios = " | ".join(f"{figures[title][name]['ratio']:.2f}" for title in (shown, "2 workers", "list"))
+        ratios = " | ".join(
+            f"{figures[title][name]['ratio']:.2f}" for title in (shown, "2 workers", "list")
+        )
         imported = f"{row['import_s']:.2f} s" if row["import_s"] else ""
         title = "loop by hand" if name == "by hand" else name
-        lines.append(f"| {title} | {row['median_us']:,.0f} us | {ratios} | {imported} | {row['peak_mb']:.0f} MB |")
+        lines.append(
+            f"| {title} | {row['median_us']:,.0f} us | {ratios} | {imported} | {row['peak_mb']:.0f} MB |"
+        )
     return "\n".join(lines)
 
 
@@ -393,11 +424,18 @@ def write_table(page: Path, table: str) -> None:
         ValueError: If there is none.
     """
     lines = page.read_text().splitlines()
-    first = next((number for number, line in enumerate(lines) if line.startswith("| | time of an update |")), None)
+    first = next(
+        (number for number, line in enumerate(lines) if line.startswith("| | time of an update |")),
+        None,
+    )
     if first is None:
-        raise ValueError(f"Expected a table that begins with '| | time of an update |' in {page}. Received: none.")
+        raise ValueError(
+            f"Expected a table that begins with '| | time of an update |' in {page}. Received: none."
+        )
     last = next(
-        number for number in range(first, len(lines) + 1) if number == len(lines) or not lines[number].startswith("|")
+        number
+        for number in range(first, len(lines) + 1)
+        if number == len(lines) or not lines[number].startswith("|")
     )
     page.write_text("\n".join([*lines[:first], *table.splitlines(), *lines[last:]]) + "\n")
 
@@ -417,11 +455,15 @@ def write_sentences(
     own = ratios["danling"]
     others = sorted(row[0] for name, row in ratios.items() if name not in ("by hand", "danling"))
     if cpu_time:
-        sentences = {r"\d\.\d+ times its time of the processor": f"{own[0]} times its time of the processor"}
+        sentences = {
+            r"\d\.\d+ times its time of the processor": f"{own[0]} times its time of the processor"
+        }
         for name, of_name in (("danling takes", own), ("Ignite", ratios.get("Ignite", []))):
             if of_name:
                 listed = f"{', '.join(of_name[:2])} and {of_name[2]}"
-                sentences[rf"(?<=By time of the processor)(.*{name}) \d\.\d+, \d\.\d+ and \d\.\d+"] = rf"\1 {listed}"
+                sentences[
+                    rf"(?<=By time of the processor)(.*{name}) \d\.\d+, \d\.\d+ and \d\.\d+"
+                ] = rf"\1 {listed}"
     else:
         sentences = {
             r"\*\*x \d\.\d+\*\*(?= \| time of an update)": f"**x {own[0]}**",
@@ -429,13 +471,17 @@ def write_sentences(
             r"peers\.py --rounds \d+": f"peers.py --rounds {rounds}",
         }
         if others:
-            sentences[r"other libraries: \d\.\d+ to \d\.\d+"] = f"other libraries: {others[0]} to {others[-1]}"
+            sentences[r"other libraries: \d\.\d+ to \d\.\d+"] = (
+                f"other libraries: {others[0]} to {others[-1]}"
+            )
     text, written = page.read_text(), 0
     for pattern, sentence in sentences.items():
         text, number = re.subn(pattern, sentence, text)
         written += number
     if not written:
-        raise ValueError(f"Expected a sentence with a ratio of an update in {page}. Received: none.")
+        raise ValueError(
+            f"Expected a sentence with a ratio of an update in {page}. Received: none."
+        )
     page.write_text(text)
 
 
@@ -461,12 +507,16 @@ def plot(figures: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
 
 def main() -> None:
     """Measure, print a table, and write what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=1100, help="updates of a block")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--page", type=Path, help="put the figures into the table of that page")
-    parser.add_argument("--readme", type=Path, help="put the ratios into the sentences of that page")
+    parser.add_argument(
+        "--readme", type=Path, help="put the ratios into the sentences of that page"
+    )
     parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
     parser.add_argument(
         "--peers",
@@ -474,7 +524,9 @@ def main() -> None:
         choices=list(WAYS),
         help="measure these only, together with the loop by hand and this library",
     )
-    parser.add_argument("--cpu-time", action="store_true", help="count time of the processor: for a busy machine")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count time of the processor: for a busy machine"
+    )
     asked = parser.parse_args()
     if asked.steps <= WARM_UP:
         parser.error(

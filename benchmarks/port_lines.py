@@ -28,16 +28,24 @@ def code_lines(path: Path, shared: set[str]) -> int:
         lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
     text = path.read_text().splitlines()
     return sum(
-        bool(text[number - 1].strip()) and not text[number - 1].lstrip().startswith("#") for number in lines - docs
+        bool(text[number - 1].strip()) and not text[number - 1].lstrip().startswith("#")
+        for number in lines - docs
     )
 
 
 def main() -> None:
     """Print the lines of each example and of its port."""
     for port in sorted((ROOT / "benchmarks" / "ports").glob("*.py")):
-        imports = [node for node in ast.walk(ast.parse(port.read_text())) if isinstance(node, ast.ImportFrom)]
+        imports = [
+            node
+            for node in ast.walk(ast.parse(port.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        ]
         shared = {name.name for node in imports if node.module == port.stem for name in node.names}
-        example, ported = code_lines(ROOT / "examples" / port.name, shared), code_lines(port, shared)
+        example, ported = (
+            code_lines(ROOT / "examples" / port.name, shared),
+            code_lines(port, shared),
+        )
         print(f"{port.name}: {example} lines, {ported} for Lightning")
 
 

@@ -24,14 +24,23 @@ def run_on_ranks(function: Callable[..., None], *arguments: object, world_size: 
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = int(server.getsockname()[1])
-    start_processes(_as_rank, (function, world_size, port, arguments), nprocs=world_size, start_method="fork")
+    start_processes(
+        _as_rank, (function, world_size, port, arguments), nprocs=world_size, start_method="fork"
+    )
 
 
 def _as_rank(
-    rank: int, function: Callable[..., None], world_size: int, port: int, arguments: tuple[object, ...]
+    rank: int,
+    function: Callable[..., None],
+    world_size: int,
+    port: int,
+    arguments: tuple[object, ...],
 ) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
     )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)

@@ -34,7 +34,9 @@ class Timed(dl.Runner):
     def __init__(self, config: dict[str, Any], options: argparse.Namespace) -> None:
         super().__init__(config)
         self.model = Gpt(options.layers)
-        self.datasets = {"train": torch.randint(WORDS, (options.samples * options.updates, options.sequence))}
+        self.datasets = {
+            "train": torch.randint(WORDS, (options.samples * options.updates, options.sequence))
+        }
         self.ended: list[float] = []
 
     def train_step(self, data: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +58,9 @@ class Timed(dl.Runner):
 def main() -> None:
     """Measure and print."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=12 if on_gpu else 1)
     parser.add_argument("--sequence", type=int, default=1024 if on_gpu else 32)
     parser.add_argument("--samples", type=int, default=32 if on_gpu else 1, help="of an update")
@@ -86,7 +90,9 @@ def main() -> None:
     checked = statistics.median(seconds for number, seconds in taken.items() if number % every == 0)
     plain = statistics.median(seconds for number, seconds in taken.items() if number % every)
     shown = {
-        "device": torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name()
+        if on_gpu
+        else f"cpu, {torch.get_num_threads()} threads",
         "tokens": options.samples * options.sequence,
         "update_seconds": round(plain, 4),
         "checked_seconds": round(checked, 4),

@@ -58,8 +58,13 @@ def train(groups: int, replica_id: int, root: str) -> float:
 def in_groups(groups: int) -> float:
     """Return milliseconds an update of the first of several groups, each a process."""
     with tempfile.TemporaryDirectory() as root:
-        commands = [[sys.executable, __file__, str(groups), str(group), root] for group in range(groups)]
-        jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for command in commands]
+        commands = [
+            [sys.executable, __file__, str(groups), str(group), root] for group in range(groups)
+        ]
+        jobs = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            for command in commands
+        ]
         first, *_ = [float(job.communicate()[0].split()[-1]) for job in jobs]
         return first
 
@@ -68,7 +73,9 @@ def main() -> None:
     """Start a lighthouse and compare."""
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=300, quorum_tick_ms=50)
+    server = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=300, quorum_tick_ms=50
+    )
     os.environ["TORCHFT_LIGHTHOUSE"] = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     with tempfile.TemporaryDirectory() as root:
         plain = train(0, 0, root)

@@ -79,7 +79,9 @@ def main() -> None:
                     "log": False,
                     "dataloader": {"batch_size": 32},
                 }
-                taken, read = resume({**config, "optim": {"type": "adamw", "lr": 1e-3}}, options.samples, share)
+                taken, read = resume(
+                    {**config, "optim": {"type": "adamw", "lr": 1e-3}}, options.samples, share
+                )
                 found.append(taken)
                 reads.add(read)
     for share, found in seconds.items():
@@ -89,7 +91,9 @@ def main() -> None:
     print(f"samples read for the first batch: {sorted(reads)}")
     if options.json:
         medians = {str(share): statistics.median(found) for share, found in seconds.items()}
-        options.json.write_text(json.dumps({"seconds_by_share_of_an_epoch": medians, "samples_read": sorted(reads)}))
+        options.json.write_text(
+            json.dumps({"seconds_by_share_of_an_epoch": medians, "samples_read": sorted(reads)})
+        )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -114,8 +118,16 @@ def timed(action: Callable[[], T]) -> tuple[T, float, float]:
 
 
 def _resident() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else None
-    return pages * resource.getpagesize() / 1e6 if pages else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    pages = (
+        int(Path("/proc/self/statm").read_text().split()[1])
+        if Path("/proc/self/statm").exists()
+        else None
+    )
+    return (
+        pages * resource.getpagesize() / 1e6
+        if pages
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    )
 
 
 def degrees(ranks: int) -> dict[str, int]:
@@ -171,7 +183,10 @@ def measure_start(ranks: int) -> list[Figure]:
         topology, seconds, memory = timed(lambda: Topology(degrees(ranks)))
         found = [Figure(ranks, "topology", seconds, "s"), Figure(ranks, "topology", memory, "MB")]
         sampler = PositionedBatchSampler(
-            SAMPLES, Share(rank=ranks - 1, world_size=ranks), Division.of_batches(8, ranks), shuffle=True
+            SAMPLES,
+            Share(rank=ranks - 1, world_size=ranks),
+            Division.of_batches(8, ranks),
+            shuffle=True,
         )
         sampler.consumed = SAMPLES // 2 // (8 * ranks) * 8 * ranks
         _, seconds, memory = timed(lambda: next(iter(sampler)))
@@ -204,7 +219,10 @@ def measure_local_plan(rank: int, ranks: int) -> list[Figure]:
 
 def plan_of(plan: SavePlan, rank: int, ranks: int) -> SavePlan:
     """Return the plan of another rank of the same group of shards, derived from that of rank 0."""
-    return replace(plan, items=[_moved(item, rank, ranks) for item in plan.items if item.tensor_data is not None])
+    return replace(
+        plan,
+        items=[_moved(item, rank, ranks) for item in plan.items if item.tensor_data is not None],
+    )
 
 
 def _moved(item: WriteItem, rank: int, ranks: int) -> WriteItem:
@@ -217,7 +235,9 @@ def _moved(item: WriteItem, rank: int, ranks: int) -> WriteItem:
     offsets = torch.Size([begin, *data.chunk.offsets[1:]])
     sizes = torch.Size([min(rows, data.size[0] - begin), *data.chunk.sizes[1:]])
     chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
-    return replace(item, index=replace(item.index, offset=offsets), tensor_data=replace(data, chunk=chunk))
+    return replace(
+        item, index=replace(item.index, offset=offsets), tensor_data=replace(data, chunk=chunk)
+    )
 
 
 def measure_coordinator() -> dict[str, list[float]]:
@@ -229,7 +249,9 @@ def measure_coordinator() -> dict[str, list[float]]:
         with place(ranks - 1, ranks):
             last = local_plan(ranks - 1, ranks)[0]
         derived = plan_of(plan, ranks - 1, ranks)
-        assert sorted(map(str, derived.items)) == sorted(map(str, (i for i in last.items if i.tensor_data is not None)))
+        assert sorted(map(str, derived.items)) == sorted(
+            map(str, (i for i in last.items if i.tensor_data is not None))
+        )
         plans = [plan, *(plan_of(plan, rank, ranks) for rank in range(1, ranks))]
         # As they arrive: each plan with its own strings and sizes.
         plans, _, memory = timed(partial(_received, plans))
@@ -254,8 +276,14 @@ def plan_reading(flat: dict[str, Any], metadata: Metadata) -> Any:
     """Return what a rank plans to read from a checkpoint of the same layout."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.state_dict, planner.metadata = dict(flat), metadata
-    known = {n for n, entry in metadata.state_dict_metadata.items() if not isinstance(entry, BytesStorageMetadata)}
-    planner.state_dict = {name: value for name, value in planner.state_dict.items() if name in known}
+    known = {
+        n
+        for n, entry in metadata.state_dict_metadata.items()
+        if not isinstance(entry, BytesStorageMetadata)
+    }
+    planner.state_dict = {
+        name: value for name, value in planner.state_dict.items() if name in known
+    }
     return planner.create_local_plan()
 
 
@@ -267,12 +295,18 @@ def extrapolated(values: list[float], ranks: int) -> float:
 
 def main() -> None:
     """Print the figures, and write them as JSON when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     asked = parser.parse_args()
     figures = []
     for ranks in RANKS:
-        figures += [*measure_start(ranks), *measure_local_plan(0, ranks), *measure_local_plan(ranks - 1, ranks)]
+        figures += [
+            *measure_start(ranks),
+            *measure_local_plan(0, ranks),
+            *measure_local_plan(ranks - 1, ranks),
+        ]
     units = {"rank 0 holds the plans of a save": "MB", "rank 0 writes .metadata": "MB"}
     for what, values in measure_coordinator().items():
         unit = units.get(what, "s")
@@ -280,7 +314,9 @@ def main() -> None:
         for ranks in RANKS:
             # Every rank sends its plan; of replicas one writes each piece, so that a checkpoint has as many as there are shards.
             pieces = ranks if what.endswith("of a save") else min(ranks, SHARDS)
-            figures.append(Figure(ranks, what, extrapolated(values, pieces), unit, extrapolated=True))
+            figures.append(
+                Figure(ranks, what, extrapolated(values, pieces), unit, extrapolated=True)
+            )
     print("\n".join(map(str, figures)))
     if asked.json:
         asked.json.write_text(json.dumps([vars(figure) for figure in figures], indent=2) + "\n")

@@ -24,7 +24,16 @@ from typing import Any
 
 import pairs
 from torchdata.stateful_dataloader import StatefulDataLoader
-from workload import SMALL, Samples, Workload, make_batches, make_criterion, make_model, make_optimizer, updates_by_hand
+from workload import (
+    SMALL,
+    Samples,
+    Workload,
+    make_batches,
+    make_criterion,
+    make_model,
+    make_optimizer,
+    updates_by_hand,
+)
 
 import danling as dl
 from danling.data.keyed import KeyedDataset
@@ -98,17 +107,25 @@ def by_runner(
     return block
 
 
-def measure(workload: Workload, rounds: int, root: str, clock: pairs.Clock, *, from_dataset: bool) -> pairs.Times:
+def measure(
+    workload: Workload, rounds: int, root: str, clock: pairs.Clock, *, from_dataset: bool
+) -> pairs.Times:
     """Return microseconds an update, by way and round."""
     batches = make_batches(workload)
     data = Samples(batches) if from_dataset else batches
-    loader = StatefulDataLoader(data, workload.batch_size, shuffle=True, drop_last=True) if from_dataset else batches
+    loader = (
+        StatefulDataLoader(data, workload.batch_size, shuffle=True, drop_last=True)
+        if from_dataset
+        else batches
+    )
     optim = {"type": "adamw", "lr": 1e-3}
     scheduler = {"type": "linearlr", "start_factor": 1.0, "end_factor": 0.1, "total_iters": 100_000}
     ways = {
         BY_HAND: blocks(updates_by_hand(make_model(workload), loader), workload),
         "runner, own optimizer": by_runner(workload, data, f"{root}/own"),
-        "runner, OPTIMIZERS": by_runner(workload, data, f"{root}/built", optim=optim, scheduler=scheduler),
+        "runner, OPTIMIZERS": by_runner(
+            workload, data, f"{root}/built", optim=optim, scheduler=scheduler
+        ),
     }
     return pairs.interleaved(ways, workload.block, rounds, clock)
 
@@ -131,8 +148,17 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
         (dl.TorchRunner, "gradient_norm"),
         (dl.TorchRunner, "clip_gradients"),
     ),
-    "decide": ((UpdateStep, "decide"), (UpdateStep, "make"), (UpdateStep, "_conclude"), (UpdateStep, "end_batches")),
-    "step": ((dl.TorchRunner, "optimizer_step"), (dl.TorchRunner, "zero_gradients"), (UpdateStep, "_step_schedule")),
+    "decide": (
+        (UpdateStep, "decide"),
+        (UpdateStep, "make"),
+        (UpdateStep, "_conclude"),
+        (UpdateStep, "end_batches"),
+    ),
+    "step": (
+        (dl.TorchRunner, "optimizer_step"),
+        (dl.TorchRunner, "zero_gradients"),
+        (UpdateStep, "_step_schedule"),
+    ),
     "observers": ((Observers, "notify"),),
 }
 """Methods of the library by part of an update. What one of them calls of another part counts there."""
@@ -199,7 +225,9 @@ def breakdown(rounds: int, clock: pairs.Clock) -> dict[str, float]:
     figures = {part: statistics.median(values) for part, values in rows.items()}
     for part, microseconds in figures.items():
         print(f"  {part:22} {microseconds:9,.1f} us")
-    print(f"  {'in all':22} {sum(figures.values()):9,.1f} us, with the clock that is read twice for each method")
+    print(
+        f"  {'in all':22} {sum(figures.values()):9,.1f} us, with the clock that is read twice for each method"
+    )
     return figures
 
 

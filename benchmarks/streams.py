@@ -126,7 +126,9 @@ class SyncedFiles(Files):
 class Stream(Way):
     """A store and a log."""
 
-    def __init__(self, root: Path, queue: Queue[Any], *, channel: str, mooncake: str = "", metrics: str = "") -> None:
+    def __init__(
+        self, root: Path, queue: Queue[Any], *, channel: str, mooncake: str = "", metrics: str = ""
+    ) -> None:
         super().__init__(root, queue)
         self.store: FeatureStore = (
             MooncakeStore(mooncake, metrics=metrics or None, namespace=root.name)
@@ -162,7 +164,9 @@ class Stream(Way):
                 time.sleep(0.0005)
 
 
-def produce(make: Callable[[Path, Queue[Any]], Way], root: Path, queue: Queue[Any], orders: Connection) -> None:
+def produce(
+    make: Callable[[Path, Queue[Any]], Way], root: Path, queue: Queue[Any], orders: Connection
+) -> None:
     """Send samples whenever it is told to: tokens, width and names."""
     way = make(root, queue)
     orders.send("ready")
@@ -181,7 +185,9 @@ class Pair:
         root.mkdir()
         queue: Queue[Any] = context.Queue()
         self.orders, theirs = context.Pipe()
-        self.process = context.Process(target=produce, args=(make, root, queue, theirs), daemon=True)
+        self.process = context.Process(
+            target=produce, args=(make, root, queue, theirs), daemon=True
+        )
         self.process.start()
         self.orders.recv()
         self.way = make(root, queue)
@@ -245,7 +251,10 @@ def throughput(ways: dict[str, Pair], rounds: int) -> Figures:
         nbytes = sum(tensor.nbytes for tensor in sample(tokens, width).values())
         for name, values in times.items():
             median = statistics.median(values[1:])
-            figures[f"{size} {name}"] = {"samples/s": count / median, "MB/s": count * nbytes / median / 1e6}
+            figures[f"{size} {name}"] = {
+                "samples/s": count / median,
+                "MB/s": count * nbytes / median / 1e6,
+            }
     return figures
 
 
@@ -262,7 +271,10 @@ def waiting(ways: dict[str, Pair], rounds: int, figures: Figures) -> Figures:
         for name, pair in ways.items():
             if isinstance(pair.way, Stream):
                 compute = SLOWER * BATCH / figures[f"{size} {name}"]["samples/s"]
-                found = [pair.waiting(tokens, width, max(count, 6 * BATCH), compute) for _ in range(rounds)]
+                found = [
+                    pair.waiting(tokens, width, max(count, 6 * BATCH), compute)
+                    for _ in range(rounds)
+                ]
                 shares[f"trainer, {size} {name}"] = {"waits (%)": 100 * statistics.median(found)}
     return shares
 
@@ -290,7 +302,10 @@ def log_at(samples: int, open_channel: Callable[[], RefChannel], rounds: int) ->
     specs = {"hidden": TensorSpec((2048, 4096), "bfloat16"), "ids": TensorSpec((2048,), "int64")}
 
     def refs(start: int, stop: int) -> list[SampleRef]:
-        return [SampleRef(f"prompt-{index}", f"{index:040x}", specs, {"version": 1}) for index in range(start, stop)]
+        return [
+            SampleRef(f"prompt-{index}", f"{index:040x}", specs, {"version": 1})
+            for index in range(start, stop)
+        ]
 
     def timed(call: Callable[[], object]) -> float:
         begin = time.perf_counter()
@@ -298,7 +313,9 @@ def log_at(samples: int, open_channel: Callable[[], RefChannel], rounds: int) ->
         return time.perf_counter() - begin
 
     channel = open_channel()
-    first = statistics.median(timed(partial(channel.append, refs(BATCH * i, BATCH * (i + 1)))) for i in range(rounds))
+    first = statistics.median(
+        timed(partial(channel.append, refs(BATCH * i, BATCH * (i + 1)))) for i in range(rounds)
+    )
     filled = timed(
         lambda: [
             channel.append(refs(start, min(start + 10_000, samples)))
@@ -311,10 +328,16 @@ def log_at(samples: int, open_channel: Callable[[], RefChannel], rounds: int) ->
         held, ids = fresh.apply(memory_of_log, (open_channel,))
     reader = open_channel()
     opened = timed(reader.published)
-    read = [timed(partial(reader.read, place, place + 256)) for place in range(0, samples, max(samples // rounds, 1))]
+    read = [
+        timed(partial(reader.read, place, place + 256))
+        for place in range(0, samples, max(samples // rounds, 1))
+    ]
     known = timed(lambda: reader.holds("prompt-7"))
     stop = reader.published()
-    last = [timed(partial(reader.append, refs(stop + BATCH * i, stop + BATCH * (i + 1)))) for i in range(rounds)]
+    last = [
+        timed(partial(reader.append, refs(stop + BATCH * i, stop + BATCH * (i + 1))))
+        for i in range(rounds)
+    ]
     commit = [timed(partial(reader.commit, stop + i)) for i in range(rounds)]
     reader.close()
     return {
@@ -335,8 +358,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--samples", type=int, default=1_000_000, help="references in the log")
-    parser.add_argument("--mooncake", default="", help="host:port of a mooncake_master to which memory is lent")
-    parser.add_argument("--metrics", default="", help="host:port of its metrics, by default port 9003")
+    parser.add_argument(
+        "--mooncake", default="", help="host:port of a mooncake_master to which memory is lent"
+    )
+    parser.add_argument(
+        "--metrics", default="", help="host:port of its metrics, by default port 9003"
+    )
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -353,10 +380,15 @@ def main() -> None:
         )
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        ways = {name: Pair(make, root / f"way-{number}") for number, (name, make) in enumerate(makes.items())}
+        ways = {
+            name: Pair(make, root / f"way-{number}")
+            for number, (name, make) in enumerate(makes.items())
+        }
         figures = throughput(ways, options.rounds)
         for name, one in figures.items():
-            print(f"{name:30}{one['samples/s']:10.0f} samples/s{one['MB/s']:10.1f} MB/s", flush=True)
+            print(
+                f"{name:30}{one['samples/s']:10.0f} samples/s{one['MB/s']:10.1f} MB/s", flush=True
+            )
         shares = waiting(ways, options.rounds, figures)
         for pair in ways.values():
             pair.close()

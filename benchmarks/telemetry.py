@@ -41,7 +41,11 @@ class Benchmarked(dl.TorchRunner):
     def __init__(self, width: int, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.model = nn.Sequential(
-            nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+            nn.Linear(64, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, 10),
         )
         self.criterion = nn.CrossEntropyLoss()
         generator = torch.Generator().manual_seed(0)
@@ -65,7 +69,12 @@ def silence(runner: Benchmarked) -> None:
 
 
 def make_runner(
-    root: str, width: int, *, lines: bool, tensorboard: bool = False, kind: type[Benchmarked] = Benchmarked
+    root: str,
+    width: int,
+    *,
+    lines: bool,
+    tensorboard: bool = False,
+    kind: type[Benchmarked] = Benchmarked,
 ) -> Benchmarked:
     """Return a runner that never evaluates or saves."""
     config = {
@@ -96,7 +105,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds")
     parser.add_argument("--width", type=int, default=160, help="hidden units")
-    parser.add_argument("--tensorboard", action="store_true", help="with TensorBoard, which is off by default")
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="with TensorBoard, which is off by default"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -106,14 +117,18 @@ def main() -> None:
         quiet = make_runner(root, arguments.width, lines=False)
         telling = make_runner(root, arguments.width, lines=True, tensorboard=arguments.tensorboard)
         runners = (bare, quiet, telling)
-        rounds = [[measure_block(runner) for runner in runners] for _ in range(arguments.rounds + 1)][1:]
+        rounds = [
+            [measure_block(runner) for runner in runners] for _ in range(arguments.rounds + 1)
+        ][1:]
         for runner in runners:
             runner.close()
     step = statistics.median(measured[0] for measured in rounds)
     figures: dict[str, float] = {"step_us": step}
     print(f"an update without either: {step:.0f} us")
     for name, place in (("telemetry", 1), (f"telemetry and lines every {DEFAULT_INTERVAL}", 2)):
-        low, ratio, high = statistics.quantiles([measured[place] / measured[0] for measured in rounds], n=4)
+        low, ratio, high = statistics.quantiles(
+            [measured[place] / measured[0] for measured in rounds], n=4
+        )
         print(f"with {name}: x {ratio:.4f} ({low:.4f}-{high:.4f})")
         prefix = "telemetry_" if place == 1 else ""
         figures |= {f"{prefix}ratio": ratio, f"{prefix}low": low, f"{prefix}high": high}

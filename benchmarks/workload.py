@@ -49,7 +49,10 @@ def make_batches(workload: Workload = OVERHEAD) -> Batches:
     generator = torch.Generator().manual_seed(0)
     size, features = workload.batch_size, workload.widths[0]
     return [
-        (torch.randn(size, features, generator=generator), torch.randint(10, (size,), generator=generator))
+        (
+            torch.randn(size, features, generator=generator),
+            torch.randint(10, (size,), generator=generator),
+        )
         for _ in range(workload.batches)
     ]
 
@@ -96,7 +99,9 @@ def make_criterion(workload: Workload = OVERHEAD) -> Callable[[Tensor, Tensor], 
     return own_loss if workload.by_function else nn.CrossEntropyLoss()
 
 
-def make_optimizer(model: nn.Module, workload: Workload = OVERHEAD) -> tuple[torch.optim.Optimizer, LRScheduler]:
+def make_optimizer(
+    model: nn.Module, workload: Workload = OVERHEAD
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Return AdamW as torch builds it, and a schedule."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if workload.by_function:

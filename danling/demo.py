@@ -56,7 +56,14 @@ def train(arguments: Sequence[str]) -> int:
     class Demo(dl.TorchRunner):
         def __init__(self, config: dl.RunnerConfig) -> None:
             super().__init__(config)
-            hidden = (nn.Linear(2, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU(), nn.Dropout(0.1))
+            hidden = (
+                nn.Linear(2, 128),
+                nn.ReLU(),
+                nn.Dropout(0.1),
+                nn.Linear(128, 128),
+                nn.ReLU(),
+                nn.Dropout(0.1),
+            )
             self.model = nn.Sequential(*hidden, nn.Linear(128, 3))
             self.criterion = nn.CrossEntropyLoss()
             self.metrics = {"acc": dl.metrics.accuracy}
@@ -67,15 +74,28 @@ def train(arguments: Sequence[str]) -> int:
             print(self.state.train.global_step, flush=True)
             return outcome
 
-    config = dl.RunnerConfig(seed=1, auto_resume=True, log_interval=1, score_name="acc", evaluate_interval=100)
-    config.merge({"dataloader": {"batch_size": 32}, "checkpoint": {"interval": 5, "keep_latest_k": 2}})
-    config.merge({"optim": {"type": "adamw", "lr": 1e-2}, "scheduler": {"type": "cosine", "warmup_steps": 0.1}})
+    config = dl.RunnerConfig(
+        seed=1, auto_resume=True, log_interval=1, score_name="acc", evaluate_interval=100
+    )
+    config.merge(
+        {"dataloader": {"batch_size": 32}, "checkpoint": {"interval": 5, "keep_latest_k": 2}}
+    )
+    config.merge(
+        {
+            "optim": {"type": "adamw", "lr": 1e-2},
+            "scheduler": {"type": "cosine", "warmup_steps": 0.1},
+        }
+    )
     config.merge({"ema": {"enabled": True, "decay": 0.98}})
     config.parse(list(arguments))
     with Demo(config) as runner:
         runner.train()
         found = hashlib.sha256()
-        for part in (runner.model.state_dict(), runner.optimizer.state_dict()["state"], runner.ema.weights):
+        for part in (
+            runner.model.state_dict(),
+            runner.optimizer.state_dict()["state"],
+            runner.ema.weights,
+        ):
             for tensor in tensors_in(part):
                 found.update(tensor.numpy().tobytes())
         print(f"{runner.best_score:.3f} {found.hexdigest()}", flush=True)
@@ -97,7 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["train"]:
         return train(words[1:])
-    parser = argparse.ArgumentParser(prog="python -m danling.demo", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m danling.demo", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the instants of the kills")
     parser.add_argument("--dir", type=Path, help="keep both runs here; otherwise they are removed")
@@ -105,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.kills < 1:
         parser.error(f"Expected at least one kill. Received: --kills {options.kills}.")
     if options.dir is not None and options.dir.exists():
-        parser.error(f"Expected a directory that does not exist yet. Received: --dir {options.dir}.")
+        parser.error(
+            f"Expected a directory that does not exist yet. Received: --dir {options.dir}."
+        )
     with tempfile.TemporaryDirectory(prefix="danling-demo-") as temporary:
         directory = options.dir or Path(temporary)
         is_same = compare(directory, kills=options.kills, seed=options.seed)
@@ -117,7 +141,10 @@ def compare(directory: Path, *, kills: int, seed: int) -> bool:
     draw = random.Random(seed)
     begun = time.monotonic()
     updates = UPDATES_BETWEEN_KILLS[1] * (kills + 1)
-    print(f"Two runs of {updates} updates, at once. One is left alone, the other is killed {kills} times:", flush=True)
+    print(
+        f"Two runs of {updates} updates, at once. One is left alone, the other is killed {kills} times:",
+        flush=True,
+    )
     directory.mkdir(parents=True, exist_ok=True)
     alone, killed = directory / "alone", directory / "killed"
     undisturbed = start(alone, updates)
@@ -126,7 +153,10 @@ def compare(directory: Path, *, kills: int, seed: int) -> bool:
         for number in range(1, kills + 1):
             instant = done + draw.randint(*UPDATES_BETWEEN_KILLS), draw.uniform(0, 0.02)
             done = kill(start(killed, updates), *instant)
-            print(f"{time.monotonic() - begun:5.1f} s  kill {number:2d}: SIGKILL after update {done}", flush=True)
+            print(
+                f"{time.monotonic() - begun:5.1f} s  kill {number:2d}: SIGKILL after update {done}",
+                flush=True,
+            )
         ends = [finish(start(killed, updates)), finish(undisturbed)]
     finally:
         undisturbed.kill()  # does nothing to one that has ended
@@ -142,11 +172,22 @@ def compare(directory: Path, *, kills: int, seed: int) -> bool:
 
 def start(directory: Path, updates: int) -> subprocess.Popen[str]:
     """Start the program in another process, on one thread, so that its numbers do not depend on the number of cores."""
-    command = [sys.executable, "-m", "danling.demo", "train", "--dir", str(directory), "--steps", str(updates)]
+    command = [
+        sys.executable,
+        "-m",
+        "danling.demo",
+        "train",
+        "--dir",
+        str(directory),
+        "--steps",
+        str(updates),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     log = directory.with_suffix(".log").open("a")
     with log:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        )
 
 
 def kill(program: subprocess.Popen[str], update: int, wait: float) -> int:
@@ -160,7 +201,9 @@ def kill(program: subprocess.Popen[str], update: int, wait: float) -> int:
     program.send_signal(signal.SIGKILL)
     done = [done, *map(int, program.communicate()[0].split())][-1]
     if program.returncode != -signal.SIGKILL:
-        raise RuntimeError(f"Expected the program to run until it is killed. Received: exit code {program.returncode}.")
+        raise RuntimeError(
+            f"Expected the program to run until it is killed. Received: exit code {program.returncode}."
+        )
     return done
 
 
@@ -170,7 +213,9 @@ def finish(program: subprocess.Popen[str]) -> str:
     for line in lines_of(program):
         last = line.strip()
     if program.wait() != 0:
-        raise RuntimeError(f"Expected the program to end. Received: exit code {program.returncode}.")
+        raise RuntimeError(
+            f"Expected the program to end. Received: exit code {program.returncode}."
+        )
     return last
 
 

@@ -39,7 +39,13 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.actor = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 1), nn.Tanh())
         self.critics = nn.ModuleList(
-            nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+            nn.Sequential(
+                nn.Linear(3, width),
+                nn.ReLU(),
+                nn.Linear(width, width),
+                nn.ReLU(),
+                nn.Linear(width, 1),
+            )
             for _ in range(2)
         )
 
@@ -56,7 +62,9 @@ class TD3(dl.Runner):
     def __init__(self, config: dl.RunnerConfig) -> None:
         super().__init__(config)
         state, action = 2 * torch.rand(4096, 2) - 1, 2 * torch.rand(4096, 1) - 1
-        self.datasets = {"train": TensorDataset(state, action, -cost(state, action), moved(state, action))}
+        self.datasets = {
+            "train": TensorDataset(state, action, -cost(state, action), moved(state, action))
+        }
         self.model = ActorCritic()
         self.target = copy.deepcopy(self.model)
         self.optimizer = {
@@ -74,7 +82,9 @@ class TD3(dl.Runner):
                 planned = (self.target.actor(following) + noise).clamp(-1, 1)
                 wanted = reward + 0.97 * torch.minimum(*self.target.values(following, planned))
             first, second = model.values(state, action)
-            self.backward(nn.functional.mse_loss(first, wanted) + nn.functional.mse_loss(second, wanted))
+            self.backward(
+                nn.functional.mse_loss(first, wanted) + nn.functional.mse_loss(second, wanted)
+            )
         with self.optimizing("actor", every=2) as due:
             if due:
                 self.backward(-model.values(state, model.actor(state))[0].mean())
@@ -96,10 +106,15 @@ class TD3(dl.Runner):
 
 
 if __name__ == "__main__":
-    config = dl.RunnerConfig(seed=1, lineage="actor_critic", steps=2000, checkpoint={"interval": 500})
+    config = dl.RunnerConfig(
+        seed=1, lineage="actor_critic", steps=2000, checkpoint={"interval": 500}
+    )
     config.dataloader.batch_size = 128
     config.parse()
     with TD3(config) as runner:
         runner.train()
-        trained, idle = runner.mean_cost(runner.unwrapped_model.actor), runner.mean_cost(lambda state: 0 * state[:, :1])
+        trained, idle = (
+            runner.mean_cost(runner.unwrapped_model.actor),
+            runner.mean_cost(lambda state: 0 * state[:, :1]),
+        )
         runner.print(f"cost of a step: {trained:.3f} by the actor, {idle:.3f} without any action")

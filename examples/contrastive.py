@@ -53,7 +53,12 @@ class Encoder(nn.Module):
     def __init__(self, width: int = 256, size: int = 64) -> None:
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+            nn.Flatten(),
+            nn.Linear(64, width),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
         )
         self.head = nn.Linear(width, size)
 
@@ -108,7 +113,9 @@ def nt_xent(pairs: Tensor, temperature: float) -> Tensor:
         temperature: What similarities are divided by.
     """
     similar = (pairs @ pairs.T / temperature).fill_diagonal_(-torch.inf)
-    return cross_entropy(similar, torch.arange(len(pairs), device=pairs.device).roll(len(pairs) // 2))
+    return cross_entropy(
+        similar, torch.arange(len(pairs), device=pairs.device).roll(len(pairs) // 2)
+    )
 
 
 def linear_accuracy(features: Tensor, labels: Tensor, labelled: int = 100) -> float:

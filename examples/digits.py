@@ -19,13 +19,17 @@ class DigitsRunner(dl.Runner):
         digits = TensorDataset(images.float() / 16, labels)
         parts = random_split(digits, [0.7, 0.1, 0.2], generator=torch.Generator().manual_seed(0))
         self.datasets = dict(zip(("train", "val", "test"), parts))
-        self.model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 10))
+        self.model = nn.Sequential(
+            nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 10)
+        )
         self.criterion = nn.CrossEntropyLoss()
         self.metrics = {"acc": dl.metrics.accuracy}
 
 
 if __name__ == "__main__":
-    config = dl.RunnerConfig(seed=1, lineage="digits", epochs=10, evaluate_splits=["val"], score_name="acc")
+    config = dl.RunnerConfig(
+        seed=1, lineage="digits", epochs=10, evaluate_splits=["val"], score_name="acc"
+    )
     config.dataloader.batch_size = 16
     config.optim = {"type": "adamw", "lr": 1e-2}
     config.scheduler = {"type": "cosine", "warmup_steps": 0.1}

@@ -69,7 +69,9 @@ class FeatureConfig(DraftConfig):
         self.language.update(LANGUAGE)
         self.steps = 400
         self.draft.kind = "eagle3"
-        self.features.update({"path": "experiments/features", "train": 3200, "val": 64, "batch_size": 16})
+        self.features.update(
+            {"path": "experiments/features", "train": 3200, "val": 64, "batch_size": 16}
+        )
         self.features.update({"retain": "checkpoint", "max_in_flight": None})
 
 
@@ -106,7 +108,10 @@ class TargetRunner(dl.Runner):
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__(config)
-        self.datasets = {"train": Sequences(self.config, 20_000, seed=1), "val": Sequences(self.config, 200, seed=2)}
+        self.datasets = {
+            "train": Sequences(self.config, 20_000, seed=1),
+            "val": Sequences(self.config, 200, seed=2),
+        }
         self.model = build_target(self.config.language.tokens, **self.config.model)
 
 
@@ -114,7 +119,12 @@ class HiddenStates(FeatureProducer):
     """Publishes what drafts are trained on: tokens, hidden states of some layers, and the final one."""
 
     def __init__(
-        self, config: FeatureConfig, *, store: FeatureStore, channel: RefChannel, max_in_flight: int | None = None
+        self,
+        config: FeatureConfig,
+        *,
+        store: FeatureStore,
+        channel: RefChannel,
+        max_in_flight: int | None = None,
     ) -> None:
         super().__init__(config, store=store, channel=channel, max_in_flight=max_in_flight)
         features = self.config.features
@@ -134,8 +144,14 @@ class HiddenStates(FeatureProducer):
     def capture(self, batch: Any) -> dict[str, Tensor]:
         """Return the features of a batch of sequences."""
         tokens = batch["input_ids"]
-        answered = torch.arange(tokens.shape[1], device=tokens.device) >= self.config.language.prompt
-        known = {"input_ids": tokens, "loss_mask": answered.expand_as(tokens), "index": batch["index"]}
+        answered = (
+            torch.arange(tokens.shape[1], device=tokens.device) >= self.config.language.prompt
+        )
+        known = {
+            "input_ids": tokens,
+            "loss_mask": answered.expand_as(tokens),
+            "index": batch["index"],
+        }
         return known | capture(self.unwrapped_model, tokens, self.layers)
 
 
@@ -147,12 +163,16 @@ def train_target(arguments: list[str]) -> None:
         runner.train()
         runner.save_pretrained(config.target.path)
         if runner.is_main_process:
-            tokens = torch.cat([runner.datasets["train"][index]["input_ids"] for index in range(1000)])
+            tokens = torch.cat(
+                [runner.datasets["train"][index]["input_ids"] for index in range(1000)]
+            )
             counts = torch.bincount(tokens, minlength=config.language.tokens)
             torch.save(counts, Path(config.target.path) / "token_counts.pt")
         loss, share = (runner.latest_result or {})["val"]["loss"], config.language.preferred
         entropy = -share * math.log(share) - (1 - share) * math.log(1 - share)
-        runner.print(f"the target's loss is {loss:.3f}; {entropy:.3f} is the entropy of the language")
+        runner.print(
+            f"the target's loss is {loss:.3f}; {entropy:.3f} is the entropy of the language"
+        )
 
 
 def features_config(arguments: list[str]) -> FeatureConfig:
@@ -177,7 +197,11 @@ def stream(config: FeatureConfig, split: str) -> tuple[DirectoryStore, SQLiteCha
 
 
 def produce(
-    config: FeatureConfig, split: str, store: FeatureStore, channel: RefChannel, limit: int | None = None
+    config: FeatureConfig,
+    split: str,
+    store: FeatureStore,
+    channel: RefChannel,
+    limit: int | None = None,
 ) -> None:
     """Make the features of a split, but those that are there."""
     with HiddenStates(config, store=store, channel=channel, max_in_flight=limit) as producer:
@@ -193,7 +217,9 @@ def complete(store: FeatureStore, channel: RefChannel, seconds: float = 600.0) -
     last = time.monotonic() + seconds
     while (end := channel.ended()) is None or end.kind != "complete":
         if time.monotonic() > last:
-            raise TimeoutError(f"Expected {channel.name} to be complete. Received: {end}. Run `draft.py capture`.")
+            raise TimeoutError(
+                f"Expected {channel.name} to be complete. Received: {end}. Run `draft.py capture`."
+            )
         time.sleep(0.1)
     return FeatureDataset(store, channel.read(0, end.published))
 
@@ -205,7 +231,9 @@ def capture_features(arguments: list[str]) -> None:
     produce(config, "train", *stream(config, "train"), limit=config.features.max_in_flight)
 
 
-def trainer(config: FeatureConfig, store: FeatureStore, channel: RefChannel, val: FeatureDataset) -> DraftRunner:
+def trainer(
+    config: FeatureConfig, store: FeatureStore, channel: RefChannel, val: FeatureDataset
+) -> DraftRunner:
     """Return the runner of a draft on a stream."""
     retain, batch_size = config.features.retain, config.dataloader.batch_size or 1
     loader = StreamLoader(store, channel, batch_size, collate_fn=collate, retain=retain)
@@ -242,7 +270,9 @@ def fit(runner: DraftRunner, call: Callable[[], object]) -> None:
     path = runner.workspace.dir / "draft.safetensors"
     runner.export(path)
     for name in ("acceptance_length", "expected_length"):
-        runner.print(f"{name} {before[name]:.2f} -> {after[name]:.2f} of at most {runner.positions + 1}")
+        runner.print(
+            f"{name} {before[name]:.2f} -> {after[name]:.2f} of at most {runner.positions + 1}"
+        )
     runner.print(f"the draft: {path}")
 
 
@@ -258,7 +288,9 @@ def decode(arguments: list[str]) -> None:
         for index in range(len(sequences)):
             prompt = sequences[index]["input_ids"][: config.language.prompt]
             length, count = config.language.length, runner.positions
-            rounds += speculate(model, draft, ends, prompt, layers=layers, length=length, count=count)[1]
+            rounds += speculate(
+                model, draft, ends, prompt, layers=layers, length=length, count=count
+            )[1]
         runner.print(f"{sum(rounds) / len(rounds):.2f} tokens a round, greedily")
 
 

@@ -26,7 +26,9 @@ class NoisyDigitsRunner(dl.Runner):
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         train, val, test = order[:700], order[700:1200], order[1200:]
         noisy = labels.clone()
-        noisy[train[::5]] = torch.randint(10, (len(train[::5]),), generator=torch.Generator().manual_seed(0))
+        noisy[train[::5]] = torch.randint(
+            10, (len(train[::5]),), generator=torch.Generator().manual_seed(0)
+        )
         images = images.float() / 16
         self.datasets = {
             "train": TensorDataset(images[train], noisy[train]),
@@ -39,16 +41,27 @@ class NoisyDigitsRunner(dl.Runner):
 
 
 if __name__ == "__main__":
-    config = dl.RunnerConfig(seed=1, lineage="early_stop", epochs=200, evaluate_splits=["val"], patience=8)
+    config = dl.RunnerConfig(
+        seed=1, lineage="early_stop", epochs=200, evaluate_splits=["val"], patience=8
+    )
     config.dataloader.batch_size = 32
     config.optim = {"type": "adamw", "lr": 5e-3}
-    config.scheduler = {"type": "reduce_lr_on_plateau", "factor": 0.3, "patience": 3, "monitor": "val.loss"}
+    config.scheduler = {
+        "type": "reduce_lr_on_plateau",
+        "factor": 0.3,
+        "patience": 3,
+        "monitor": "val.loss",
+    }
     config.ema = {"enabled": True, "decay": 0.98}
     config.checkpoint.keep_latest_k = 2
     config.parse()
     with NoisyDigitsRunner(config) as runner:
         runner.train()
         stopped, rate = runner.train_state.epoch, runner.optimizer.param_groups[0]["lr"]
-        runner.print(f"stopped after epoch {stopped} at a rate of {rate:.1e}; the best was epoch {runner.best_index}")
+        runner.print(
+            f"stopped after epoch {stopped} at a rate of {rate:.1e}; the best was epoch {runner.best_index}"
+        )
         runner.load_checkpoint("best")
-        runner.print(f"test accuracy of the best averaged weights {runner.evaluate('test')['test']['acc']:.3f}")
+        runner.print(
+            f"test accuracy of the best averaged weights {runner.evaluate('test')['test']['acc']:.3f}"
+        )

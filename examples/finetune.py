@@ -67,7 +67,9 @@ def settings() -> dl.RunnerConfig:
     return config
 
 
-def of_run(common: dl.RunnerConfig, lineage: str, *, classes: int, epochs: int, fixed: bool = False) -> dl.RunnerConfig:
+def of_run(
+    common: dl.RunnerConfig, lineage: str, *, classes: int, epochs: int, fixed: bool = False
+) -> dl.RunnerConfig:
     """Return the configuration of one of the runs."""
     config: dl.RunnerConfig = common.copy()
     config.lineage, config.epochs = lineage, epochs

@@ -30,10 +30,19 @@ class GAN(nn.Module):
         super().__init__()
         self.noise = noise
         self.generator = nn.Sequential(
-            nn.Linear(noise, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 64), nn.Tanh()
+            nn.Linear(noise, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, 64),
+            nn.Tanh(),
         )
         self.discriminator = nn.Sequential(
-            nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2), nn.Linear(width, 1)
+            nn.Linear(64, width),
+            nn.LeakyReLU(0.2),
+            nn.Linear(width, width),
+            nn.LeakyReLU(0.2),
+            nn.Linear(width, 1),
         )
 
 
@@ -46,8 +55,12 @@ class GANRunner(dl.Runner):
         self.datasets = {"train": TensorDataset(images[:1500]), "val": TensorDataset(images[1500:])}
         self.model = GAN()
         self.optimizer = {
-            "discriminator": torch.optim.Adam(self.model.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
-            "generator": torch.optim.Adam(self.model.generator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
+            "discriminator": torch.optim.Adam(
+                self.model.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99)
+            ),
+            "generator": torch.optim.Adam(
+                self.model.generator.parameters(), lr=1e-3, betas=(0.5, 0.99)
+            ),
         }
 
     def train_step(self, data: Any) -> tuple[Tensor, None]:
@@ -57,7 +70,10 @@ class GANRunner(dl.Runner):
         with self.optimizing("discriminator"):
             with self.forward_context():
                 fake = gan.generator(torch.randn(len(real), gan.noise, device=real.device))
-                loss = softplus(-gan.discriminator(real)).mean() + softplus(gan.discriminator(fake.detach())).mean()
+                loss = (
+                    softplus(-gan.discriminator(real)).mean()
+                    + softplus(gan.discriminator(fake.detach())).mean()
+                )
             self.backward(loss)
         with self.optimizing("generator"):
             with self.forward_context():
@@ -74,7 +90,9 @@ class GANRunner(dl.Runner):
         real = self.datasets[split].tensors[0].to(self.device)
         gan = self.unwrapped_model
         # One stream for all ranks, so that the figure is the same on all of them.
-        noise = torch.randn(len(real), 16, generator=torch.Generator().manual_seed(0)).to(self.device)
+        noise = torch.randn(len(real), 16, generator=torch.Generator().manual_seed(0)).to(
+            self.device
+        )
         return {"frechet_distance": frechet_distance(gan.get_submodule("generator")(noise), real)}
 
 
@@ -82,16 +100,22 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
     """Return the distance of two samples (N, D), each taken as a normal distribution (https://arxiv.org/abs/1706.08500)."""
     a, b = first.double(), second.double()
     between = torch.linalg.eigvals(a.T.cov() @ b.T.cov()).real.clamp_min(0).sqrt().sum()
-    distance = (a.mean(0) - b.mean(0)).square().sum() + a.T.cov().trace() + b.T.cov().trace() - 2 * between
+    distance = (
+        (a.mean(0) - b.mean(0)).square().sum() + a.T.cov().trace() + b.T.cov().trace() - 2 * between
+    )
     return float(distance.detach())
 
 
 if __name__ == "__main__":
-    config = dl.RunnerConfig(seed=1, lineage="gan", steps=6000, score_name="frechet_distance", evaluate_interval=1000)
+    config = dl.RunnerConfig(
+        seed=1, lineage="gan", steps=6000, score_name="frechet_distance", evaluate_interval=1000
+    )
     config.dataloader.batch_size = 64
     config.ema = {"enabled": True, "decay": 0.99}
     config.parse()
     with GANRunner(config) as runner:
         untrained = runner.evaluate("val")["val"]["frechet_distance"]
         runner.train()
-        runner.print(f"Fréchet distance {runner.best_score:.2f} at step {runner.best_index}, {untrained:.2f} untrained")
+        runner.print(
+            f"Fréchet distance {runner.best_score:.2f} at step {runner.best_index}, {untrained:.2f} untrained"
+        )

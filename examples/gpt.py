@@ -42,7 +42,15 @@ class GPTConfig(dl.RunnerConfig):
         self.max_grad_norm = 1.0
         self.data.path = None
         self.data.held_out = 0.05
-        self.model = {"context": 128, "width": 128, "depth": 2, "heads": 4, "dropout": 0.0, "tied": True, "experts": 0}
+        self.model = {
+            "context": 128,
+            "width": 128,
+            "depth": 2,
+            "heads": 4,
+            "dropout": 0.0,
+            "tied": True,
+            "experts": 0,
+        }
         self.dataloader.batch_size = 8
         self.optim = {"type": "adamw", "lr": 4e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
         self.scheduler = {"type": "cosine", "warmup_steps": 0.1, "final_lr_ratio": 0.05}
@@ -75,7 +83,11 @@ class GPTRunner(dl.Runner):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
         path = self.config.data.path
-        text = Path(path).read_text(encoding="utf-8") if path else "\n".join(topics[name] for name in sorted(topics))
+        text = (
+            Path(path).read_text(encoding="utf-8")
+            if path
+            else "\n".join(topics[name] for name in sorted(topics))
+        )
         self.alphabet = sorted(set(text))
         codes = {character: code for code, character in enumerate(self.alphabet)}
         tokens = torch.tensor([codes[character] for character in text])
@@ -97,7 +109,9 @@ class GPTRunner(dl.Runner):
     def sample(self, count: int = 200) -> str:
         """Return text that the model writes."""
         model: Any = self.unwrapped_model.eval()
-        tokens = model.generate(torch.zeros(1, 1, dtype=torch.long, device=self.device), count, temperature=0.8)
+        tokens = model.generate(
+            torch.zeros(1, 1, dtype=torch.long, device=self.device), count, temperature=0.8
+        )
         return "".join(self.alphabet[code] for code in tokens[0, 1:].tolist())
 
 
@@ -112,10 +126,14 @@ if __name__ == "__main__":
     config.parse()
     with GPTRunner(config) as runner:
         runner.train()
-        train, val = ((runner.latest_result or {})[split]["loss"] / math.log(2) for split in ("train", "val"))
+        train, val = (
+            (runner.latest_result or {})[split]["loss"] / math.log(2) for split in ("train", "val")
+        )
         if runner.is_main_process:
             if runner.stack == "ddp":  # a divided model would have to be called by all ranks
                 print(f"\n{runner.sample()}\n")
-            print(f"{train:.3f} bits per character in training, {val:.3f} in validation, after {runner.steps} steps")
+            print(
+                f"{train:.3f} bits per character in training, {val:.3f} in validation, after {runner.steps} steps"
+            )
             print(f"{runner.unigram_entropy:.3f} bits is the entropy of single characters")
             print(f"run directory: {runner.workspace.dir}")

@@ -46,11 +46,17 @@ def preferential(rng: random.Random) -> Edges:
 
 def small_world(rng: random.Random) -> Edges:
     """Return a ring in which each node knows the next two, with a quarter of the edges laid elsewhere (Watts and Strogatz)."""
-    edges: Edges = {tuple(sorted((node, (node + far) % NODES))) for node in range(NODES) for far in (1, 2)}  # type: ignore[misc]
+    edges: Edges = {
+        tuple(sorted((node, (node + far) % NODES)))  # type: ignore[misc]
+        for node in range(NODES)
+        for far in (1, 2)
+    }
     for edge in sorted(edges):
         if rng.random() < 0.25:
             edges.remove(edge)
-            edges.add(rng.choice([pair for pair in combinations(range(NODES), 2) if pair not in edges]))
+            edges.add(
+                rng.choice([pair for pair in combinations(range(NODES), 2) if pair not in edges])
+            )
     return edges
 
 
@@ -81,7 +87,10 @@ class GIN(nn.Module):
         self.layers = nn.ModuleList(
             GINConv(
                 nn.Sequential(
-                    nn.Linear(width if i else 1, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width)
+                    nn.Linear(width if i else 1, width),
+                    nn.BatchNorm1d(width),
+                    nn.ReLU(),
+                    nn.Linear(width, width),
                 )
             )
             for i in range(depth)
@@ -113,7 +122,9 @@ class GraphRunner(dl.Runner):
 
 
 if __name__ == "__main__":
-    config = dl.RunnerConfig(seed=1, lineage="graphs", epochs=30, evaluate_splits=["val"], score_name="acc")
+    config = dl.RunnerConfig(
+        seed=1, lineage="graphs", epochs=30, evaluate_splits=["val"], score_name="acc"
+    )
     config.model = {"width": 32, "depth": 3}
     config.dataloader.batch_size = 32
     config.optim = {"type": "adamw", "lr": 3e-3, "weight_decay": 0.01}

@@ -64,7 +64,11 @@ class ImageRunner(dl.Runner):
             "test": TensorDataset(images[1000:], labels[1000:]),
         }
         self.model = nn.Sequential(
-            *self.block(1, 32), *self.block(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+            *self.block(1, 32),
+            *self.block(32, 64),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(64, 10),
         )
         self.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
         self.metrics = {"acc": dl.metrics.accuracy}
@@ -84,7 +88,9 @@ class ImageRunner(dl.Runner):
 
 
 if __name__ == "__main__":
-    config = dl.RunnerConfig(seed=1, lineage="images", epochs=120, evaluate_splits=["val"], score_name="acc")
+    config = dl.RunnerConfig(
+        seed=1, lineage="images", epochs=120, evaluate_splits=["val"], score_name="acc"
+    )
     config.data = {"augment": True}
     config.dataloader.batch_size = 32
     config.optim = {"type": "adamw", "lr": 4e-3, "weight_decay": 0.05}

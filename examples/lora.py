@@ -21,7 +21,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import danling as dl
 
@@ -58,7 +64,12 @@ def small_base(config: dl.RunnerConfig) -> Path:
     config.optim.lr = 4e-3
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer(extra_ids=0)
-    shape = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=config.data.context, **shape)
     )
@@ -75,7 +86,9 @@ def small_base(config: dl.RunnerConfig) -> Path:
 
 def read_text(path: str | None) -> str:
     """Return the text to learn: a file, or the code of two modules of this Python."""
-    return Path(path).read_text() if path else inspect.getsource(argparse) + inspect.getsource(typing)
+    return (
+        Path(path).read_text() if path else inspect.getsource(argparse) + inspect.getsource(typing)
+    )
 
 
 class LoRAConfig(dl.RunnerConfig):
@@ -106,7 +119,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     torch.manual_seed(0)
     adapters = LoraConfig(
-        r=config.lora.rank, lora_alpha=config.lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
     )
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), adapters)
     trained, whole = model.get_nb_trainable_parameters()

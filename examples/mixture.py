@@ -55,14 +55,18 @@ class MixtureRunner(dl.Runner):
         context = self.config.model.context
         texts = {
             "text": "\n".join(topics[name] for name in sorted(topics)),
-            "code": "\n".join(inspect.getsource(module) for module in (argparse, inspect, tarfile, typing)),
+            "code": "\n".join(
+                inspect.getsource(module) for module in (argparse, inspect, tarfile, typing)
+            ),
         }
         train, self.datasets = {}, {}
         for name, text in texts.items():
             windows = Windows(text, context)
             held_out = len(windows) // 20
             train[name] = Subset(windows, range(len(windows) - held_out))
-            self.datasets[f"val_{name}"] = Subset(windows, range(len(windows) - held_out, len(windows)))
+            self.datasets[f"val_{name}"] = Subset(
+                windows, range(len(windows) - held_out, len(windows))
+            )
         self.mixture = dl.data.Mixture(train, weights=dict(self.config.data.weights))
         self.datasets["train"] = self.mixture
         self.model = GPT(256, **self.config.model)
@@ -76,7 +80,9 @@ class MixtureRunner(dl.Runner):
 
 def main() -> None:
     """Train, and print bits by source."""
-    config = dl.RunnerConfig(seed=1, lineage="mixture", steps=1000, max_grad_norm=1.0, score_split="val_text")
+    config = dl.RunnerConfig(
+        seed=1, lineage="mixture", steps=1000, max_grad_norm=1.0, score_split="val_text"
+    )
     config.data = {"weights": {"text": 0.7, "code": 0.3}}
     config.model = {"context": 64, "width": 96, "depth": 2, "heads": 4}
     config.dataloader.batch_size = 8
@@ -86,7 +92,10 @@ def main() -> None:
     with MixtureRunner(config) as runner:
         runner.train()
         result: Any = runner.latest_result
-        bits = ", ".join(f"{result[f'val_{name}']['loss'] / math.log(2):.2f} of {name}" for name in ("text", "code"))
+        bits = ", ".join(
+            f"{result[f'val_{name}']['loss'] / math.log(2):.2f} of {name}"
+            for name in ("text", "code")
+        )
         runner.print(f"bits a byte: {bits}; after {runner.train_state.global_step} updates")
 
 

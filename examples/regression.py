@@ -26,7 +26,11 @@ def load_patients() -> tuple[dict[str, TensorDataset], Tensor, Tensor]:
     mean, std = targets[train].mean(), targets[train].std()
     inputs = (inputs - inputs[train].mean(0)) / inputs[train].std(0)
     scaled = (targets - mean) / std
-    return {name: TensorDataset(inputs[rows], scaled[rows]) for name, rows in parts.items()}, mean, std
+    return (
+        {name: TensorDataset(inputs[rows], scaled[rows]) for name, rows in parts.items()},
+        mean,
+        std,
+    )
 
 
 class DiabetesRunner(dl.Runner):
@@ -35,7 +39,9 @@ class DiabetesRunner(dl.Runner):
     def __init__(self, config: dl.RunnerConfig) -> None:
         super().__init__(config)
         self.datasets, self.mean, self.std = load_patients()
-        self.model = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 1), nn.Flatten(0))
+        self.model = nn.Sequential(
+            nn.Linear(10, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 1), nn.Flatten(0)
+        )
         self.criterion = nn.MSELoss()
         # A callable returns a mean, one value a sample, or a sum and its weight; the last two are what R2 is made of.
         self.metrics = {
@@ -57,7 +63,9 @@ class DiabetesRunner(dl.Runner):
 
 
 if __name__ == "__main__":
-    config = dl.RunnerConfig(seed=1, lineage="regression", epochs=60, evaluate_splits=["val"], patience=15)
+    config = dl.RunnerConfig(
+        seed=1, lineage="regression", epochs=60, evaluate_splits=["val"], patience=15
+    )
     config.dataloader.batch_size = 16
     config.optim = {"type": "adamw", "lr": 3e-3, "weight_decay": 0.05}
     config.checkpoint.keep_latest_k = 2

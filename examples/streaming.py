@@ -91,11 +91,15 @@ class StreamRunner(dl.Runner):
 
 
 if __name__ == "__main__":
-    config = dl.RunnerConfig(seed=1, lineage="streaming", steps=1500, score_name="acc", evaluate_interval=500)
+    config = dl.RunnerConfig(
+        seed=1, lineage="streaming", steps=1500, score_name="acc", evaluate_interval=500
+    )
     config.dataloader.batch_size = 64
     config.optim = {"type": "adamw", "lr": 5e-3}
     config.scheduler = {"type": "cosine", "warmup_steps": 0.1}
     config.parse()
     with StreamRunner(config) as runner:
         runner.train()
-        runner.print(f"{runner.latest_score:.3f} of the sums are right after {runner.train_state.samples} samples")
+        runner.print(
+            f"{runner.latest_score:.3f} of the sums are right after {runner.train_state.samples} samples"
+        )

@@ -68,7 +68,9 @@ def inside(pred: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    config = dl.RunnerConfig(seed=1, lineage="uncertainty", epochs=60, evaluate_splits=["val"], patience=15)
+    config = dl.RunnerConfig(
+        seed=1, lineage="uncertainty", epochs=60, evaluate_splits=["val"], patience=15
+    )
     config.task = {"fixed": False}
     config.dataloader.batch_size = 16
     config.optim = {"type": "adamw", "lr": 3e-3, "weight_decay": 0.05}

@@ -28,11 +28,15 @@ class ShardRunner(dl.Runner):
     def __init__(self, config: dl.RunnerConfig) -> None:
         super().__init__(config)
         if self.world_size not in (1, 2):
-            raise ValueError(f"Expected one process or two, since there are two shards. Received: {self.world_size}.")
+            raise ValueError(
+                f"Expected one process or two, since there are two shards. Received: {self.world_size}."
+            )
         images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
         images = images.float() / 16
         ends = (0, 900, 1200, 1297, 1797)  # two shards to train on, two to validate on
-        shards = [TensorDataset(images[begin:end], labels[begin:end]) for begin, end in pairwise(ends)]
+        shards = [
+            TensorDataset(images[begin:end], labels[begin:end]) for begin, end in pairwise(ends)
+        ]
         self.dataloaders = {
             "train": DataLoader(self.own(shards[:2]), batch_size=16, shuffle=True),
             "val": DataLoader(self.own(shards[2:]), batch_size=50),
@@ -53,4 +57,6 @@ if __name__ == "__main__":
     with ShardRunner(config) as runner:
         runner.train()
         updates, samples = runner.train_state.global_step, runner.train_state.samples
-        runner.print(f"{samples} samples in {updates} updates; validation accuracy {runner.latest_score:.3f}")
+        runner.print(
+            f"{samples} samples in {updates} updates; validation accuracy {runner.latest_score:.3f}"
+        )

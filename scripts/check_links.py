@@ -44,7 +44,11 @@ def broken_links(site: Path) -> Iterator[tuple[Path, str, str]]:
     Args:
         site: Directory of the built site. Its page for unknown addresses, whose links are absolute, is left out.
     """
-    pages = {page.resolve(): read(page) for page in sorted(site.rglob("*.html")) if page.name != "404.html"}
+    pages = {
+        page.resolve(): read(page)
+        for page in sorted(site.rglob("*.html"))
+        if page.name != "404.html"
+    }
     for page, anchors in pages.items():
         for link in anchors.links:
             parts = urlsplit(link)
@@ -55,14 +59,21 @@ def broken_links(site: Path) -> Iterator[tuple[Path, str, str]]:
                 target = target / "index.html"
             if not target.is_file():
                 yield page, link, "no such page or file"
-            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].targets:
+            elif (
+                parts.fragment
+                and target in pages
+                and unquote(parts.fragment) not in pages[target].targets
+            ):
                 yield page, link, "no such anchor"
 
 
 def main(arguments: list[str]) -> int:
     """Check one site; return the exit code."""
     if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        print("Expected the directory of a built site: python scripts/check_links.py site", file=sys.stderr)
+        print(
+            "Expected the directory of a built site: python scripts/check_links.py site",
+            file=sys.stderr,
+        )
         return 2
     site = Path(arguments[0])
     broken = list(broken_links(site))

@@ -40,7 +40,9 @@ class Points(dl.Runner):
         super().__init__(config)
         points = torch.randn(2000, 32, generator=torch.Generator().manual_seed(0))
         self.datasets = {"train": TensorDataset(points, points[:, :10].argmax(1))}
-        self.model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 10))
+        self.model = nn.Sequential(
+            nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 10)
+        )
         self.criterion = nn.CrossEntropyLoss()
 
 
@@ -59,7 +61,9 @@ def train(rank: int, directory: str, gradient_sum: str, epochs: int) -> None:
     }
     with Points(settings) as runner:
         runner.train()
-        weights = b"".join(p.detach().numpy().tobytes() for p in runner.unwrapped_model.parameters())
+        weights = b"".join(
+            p.detach().numpy().tobytes() for p in runner.unwrapped_model.parameters()
+        )
         if rank == 0:
             Path(directory, "hash.txt").write_text(hashlib.sha256(weights).hexdigest())
 
@@ -75,7 +79,9 @@ def run(directory: Path, gradient_sum: str, sizes: Sequence[int]) -> tuple[str, 
 
 def main() -> int:
     """Train, compare, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "assets" / "any_size.svg")
     options = parser.parse_args()
     found = {}
@@ -83,7 +89,9 @@ def main() -> int:
         for gradient_sum, runs in RUNS.items():
             for sizes in runs:
                 label = f"{gradient_sum}, {', then '.join(map(str, sizes))} process{'' if sizes == [1] else 'es'}"
-                found[label] = run(Path(name, label.replace(", ", "-").replace(" ", "-")), gradient_sum, sizes)
+                found[label] = run(
+                    Path(name, label.replace(", ", "-").replace(" ", "-")), gradient_sum, sizes
+                )
                 print(found[label][0][:16], label, flush=True)
     ours = [result for label, result in found.items() if label.startswith("canonical")]
     others = {result[0] for label, result in found.items() if label.startswith("fast")}
@@ -101,14 +109,21 @@ def draw(found: dict[str, tuple[str, dict[int, float]]], output: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "any size", "svg.fonttype": "none"}  # text as text: a tenth of the file
+    matplotlib.rcParams |= {
+        "svg.hashsalt": "any size",
+        "svg.fonttype": "none",
+    }  # text as text: a tenth of the file
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 3.6), width_ratios=(1.15, 1))
     for label, (_, losses) in found.items():
         if label.startswith("fast") and not label.startswith("fast, 1 "):
             whole = found["fast, 1 process"][1]
-            pairs = [(step, abs(losses[step] - loss) / loss) for step, loss in whole.items() if losses[step] != loss]
+            pairs = [
+                (step, abs(losses[step] - loss) / loss)
+                for step, loss in whole.items()
+                if losses[step] != loss
+            ]
             left.semilogy(*zip(*pairs), label=label, linewidth=1)
     left.set(xlabel="update", ylabel="difference of the loss\nfrom that of one process")
     left.plot([], [], color="#2e7d32", label="canonical, any number: 0")

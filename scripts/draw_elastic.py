@@ -43,7 +43,9 @@ class Points(dl.Runner):
         self.pause, self.notes = pause, notes
         points = torch.randn(3000, 32, generator=torch.Generator().manual_seed(0))
         self.datasets = {"train": TensorDataset(points, points[:, :10].argmax(1))}
-        self.model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64), nn.Linear(64, 10))
+        self.model = nn.Sequential(
+            nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64), nn.Linear(64, 10)
+        )
         self.criterion = nn.CrossEntropyLoss()
         self.note()
 
@@ -53,7 +55,9 @@ class Points(dl.Runner):
     def note(self) -> None:
         """Note the rank of this process, which changes when others end."""
         with self.notes.open("a") as file:
-            file.write(json.dumps({"pid": os.getpid(), "rank": self.rank, "size": self.world_size}) + "\n")
+            file.write(
+                json.dumps({"pid": os.getpid(), "rank": self.rank, "size": self.world_size}) + "\n"
+            )
 
     def train_step(self, data: Any) -> Any:
         time.sleep(self.pause)  # as a larger model would take
@@ -79,7 +83,9 @@ def train(directory: Path, *, is_elastic: bool) -> None:
     with Points(settings, 0.02 if is_elastic else 0.0, directory / "notes") as runner:
         runner.train()
         if runner.is_main_process:
-            weights = b"".join(p.detach().numpy().tobytes() for p in runner.unwrapped_model.parameters())
+            weights = b"".join(
+                p.detach().numpy().tobytes() for p in runner.unwrapped_model.parameters()
+            )
             Path(directory, "hash.txt").write_text(hashlib.sha256(weights).hexdigest())
 
 
@@ -107,15 +113,23 @@ def run(directory: Path) -> list[tuple[int, int]]:
     return killed
 
 
-def all_train(directory: Path, end: float, job: subprocess.Popen[bytes], dead: set[int]) -> dict[int, int]:
+def all_train(
+    directory: Path, end: float, job: subprocess.Popen[bytes], dead: set[int]
+) -> dict[int, int]:
     """Wait until all ranks train, and have for a while; return the process of each rank."""
     whole: dict[int, int] = {}
     while time.monotonic() < end and job.poll() is None:
         time.sleep(0.05)
         file = directory / "notes"
-        notes = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        notes = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        )
         newest = {note["pid"]: note for note in notes}
-        whole = {note["rank"]: pid for pid, note in newest.items() if note["size"] == RANKS and pid not in dead}
+        whole = {
+            note["rank"]: pid
+            for pid, note in newest.items()
+            if note["size"] == RANKS and pid not in dead
+        }
         started = records(directory)
         if len(whole) == RANKS and started and started[-1]["step"] >= 10:
             mark = started[-1]["step"]
@@ -134,12 +148,18 @@ def records(directory: Path) -> list[dict[str, Any]]:
 
 def losses(directory: Path) -> list[tuple[int, float]]:
     """Return the loss of each update."""
-    return [(record["step"], record["train/loss"]) for record in records(directory) if "train/loss" in record]
+    return [
+        (record["step"], record["train/loss"])
+        for record in records(directory)
+        if "train/loss" in record
+    ]
 
 
 def main() -> int:
     """Train, compare, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "assets" / "elastic.svg")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -174,16 +194,23 @@ def draw(
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "elastic", "svg.fonttype": "none"}  # text as text: a tenth of the file
+    matplotlib.rcParams |= {
+        "svg.hashsalt": "elastic",
+        "svg.fonttype": "none",
+    }  # text as text: a tenth of the file
     from matplotlib import pyplot
 
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(10.5, 4.6), sharex=True, height_ratios=(1, 1.5))
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(10.5, 4.6), sharex=True, height_ratios=(1, 1.5)
+    )
     steps, ranks = [0], [RANKS]
     for change in changes:
         steps += [change["step"], change["step"]]
         ranks += [ranks[-1], int(change["elastic/ranks"])]
         gap = f"{1000 * change['elastic/gap_seconds']:.0f} ms"
-        above.annotate(gap, (change["step"], ranks[-1]), (4, 5), textcoords="offset points", fontsize=8)
+        above.annotate(
+            gap, (change["step"], ranks[-1]), (4, 5), textcoords="offset points", fontsize=8
+        )
     above.plot([*steps, STEPS], [*ranks, ranks[-1]], color="#1565c0", linewidth=1.6)
     lower = [
         change
@@ -208,7 +235,9 @@ def draw(
     )
     below.set(xlabel="update", ylabel="training loss", xlim=(0, STEPS))
     below.legend(frameon=False, loc="upper right")
-    below.set_title(f"SHA-256 of the weights of both: {digest}", family="monospace", fontsize=8, loc="left")
+    below.set_title(
+        f"SHA-256 of the weights of both: {digest}", family="monospace", fontsize=8, loc="left"
+    )
     figure.tight_layout()
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, metadata={"Date": None})

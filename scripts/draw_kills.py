@@ -50,7 +50,9 @@ class Attempt:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, compare, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the instants of the kills")
@@ -60,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         whole = attempt(place / "whole", options.epochs, until=None)
-        attempts = killed_run(place / "killed", options.epochs, last=whole.end, kills=options.kills, seed=options.seed)
+        attempts = killed_run(
+            place / "killed", options.epochs, last=whole.end, kills=options.kills, seed=options.seed
+        )
         compare(whole, attempts)
         compare_states(place / "whole", place / "killed")
     if options.keep is not None:
@@ -86,16 +90,29 @@ def killed_run(directory: Path, epochs: int, *, last: int, kills: int, seed: int
 def attempt(directory: Path, epochs: int, *, until: int | None, then: float = 0.0) -> Attempt:
     """Start the program in `directory`, and kill it `then` seconds after it made the update `until`, if there is one."""
     metrics, said = directory / "metrics.jsonl", directory.with_suffix(".txt")
-    command = [sys.executable, str(PROGRAM), "--dir", str(directory), "--auto_resume", "true", "--log_interval", "1"]
+    command = [
+        sys.executable,
+        str(PROGRAM),
+        "--dir",
+        str(directory),
+        "--auto_resume",
+        "true",
+        "--log_interval",
+        "1",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     before = written_at(metrics)
     with (
         said.open("w") as output,
-        subprocess.Popen([*command, "--epochs", str(epochs)], stdout=output, stderr=output, env=environment) as process,
+        subprocess.Popen(
+            [*command, "--epochs", str(epochs)], stdout=output, stderr=output, env=environment
+        ) as process,
     ):
         if until is not None:
             # The lines of the attempt before are there until this one writes its first.
-            while (written_at(metrics) == before or last_step(metrics) < until) and process.poll() is None:
+            while (
+                written_at(metrics) == before or last_step(metrics) < until
+            ) and process.poll() is None:
                 time.sleep(0.002)
             time.sleep(then)
             process.send_signal(signal.SIGKILL)
@@ -105,7 +122,12 @@ def attempt(directory: Path, epochs: int, *, until: int | None, then: float = 0.
     begun = re.search(r"Training from step (\d+)", text)
     assert begun is not None, text
     begin, losses = int(begun[1]), losses_of(metrics)
-    return Attempt(begin, max(losses), {step: loss for step, loss in losses.items() if step > begin}, until is not None)
+    return Attempt(
+        begin,
+        max(losses),
+        {step: loss for step, loss in losses.items() if step > begin},
+        until is not None,
+    )
 
 
 def written_at(file: Path) -> int:
@@ -138,14 +160,18 @@ def compare(whole: Attempt, attempts: Sequence[Attempt]) -> None:
         if other:
             raise SystemExit(f"Expected equal losses. Received: others at {other}.")
     if set().union(*(one.losses for one in attempts)) != set(whole.losses):
-        raise SystemExit("Expected every update to be made by one attempt at least. Received: others.")
+        raise SystemExit(
+            "Expected every update to be made by one attempt at least. Received: others."
+        )
 
 
 def compare_states(whole: Path, killed: Path) -> None:
     """End with an error where the last checkpoints of two runs differ in anything but times, places and counts of starts."""
     import torch
 
-    states = [torch.load(run / "checkpoints" / "latest.pth", weights_only=True) for run in (whole, killed)]
+    states = [
+        torch.load(run / "checkpoints" / "latest.pth", weights_only=True) for run in (whole, killed)
+    ]
     for name in ("model", "optimizer", "scheduler", "dataloaders"):
         check_equal(name, *(state[name] for state in states))
     for name in ("train", "rng"):
@@ -197,15 +223,21 @@ def draw(whole: Attempt, attempts: Sequence[Attempt]) -> str:
         merged.update(one.losses)
     resumed = smoothed([merged[step] for step in steps])
     at = dict(zip(steps, resumed))
-    parts = [f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="459" rx="8" fill="#ffffff" stroke="#d0d4dc"/>']
+    parts = [
+        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="459" rx="8" fill="#ffffff" stroke="#d0d4dc"/>'
+    ]
     for power in range(low, high + 1):
         parts.append(
             f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y(10.0**power):.1f}" y2="{y(10.0**power):.1f}" stroke="#e6e8ee"/>'
         )
         label = f"{10.0**power:g}"
-        parts.append(f'<text x="{LEFT - 8}" y="{y(10.0**power) + 4:.1f}" text-anchor="end">{label}</text>')
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{y(10.0**power) + 4:.1f}" text-anchor="end">{label}</text>'
+        )
     for one in kills:
-        parts.append(f'<line x1="{x(one.end):.1f}" x2="{x(one.end):.1f}" y1="{TOP}" y2="{FLOOR}" stroke="#f3c3c3"/>')
+        parts.append(
+            f'<line x1="{x(one.end):.1f}" x2="{x(one.end):.1f}" y1="{TOP}" y2="{FLOOR}" stroke="#f3c3c3"/>'
+        )
     parts.append(line(steps, smooth, 'stroke="#b9c2d6" stroke-width="7" stroke-linecap="round"'))
     parts.append(line(steps, resumed, 'stroke="#3f51b5" stroke-width="1.8"'))
     parts += [cross(x(one.end), y(at[one.end])) for one in kills]
@@ -219,7 +251,9 @@ def draw(whole: Attempt, attempts: Sequence[Attempt]) -> str:
         )
     for step in range(0, last + 1, max(10 * round(last / 80), 1)):
         parts.append(f'<text x="{x(step):.1f}" y="{FLOOR + 18}" text-anchor="middle">{step}</text>')
-    parts.append(f'<text x="{(LEFT + RIGHT) / 2:.0f}" y="{FLOOR + 36}" text-anchor="middle">update</text>')
+    parts.append(
+        f'<text x="{(LEFT + RIGHT) / 2:.0f}" y="{FLOOR + 36}" text-anchor="middle">update</text>'
+    )
     parts.append(
         f'<text x="{LEFT}" y="{STRIP - 10}">attempts of the killed run, each from its checkpoint to its end</text>'
     )
@@ -231,9 +265,7 @@ def draw(whole: Attempt, attempts: Sequence[Attempt]) -> str:
         cross(LEFT + 285, 24),
         f'<text x="{LEFT + 308}" y="28">loss of the run that was {words}</text>',
     ]
-    style = (
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="13" fill="#454b5a"'
-    )
+    style = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="13" fill="#454b5a"'
     title = f"Training loss of a run left alone and of one {words}: the curves are the same, and every update has an equal loss."
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 460" role="img" aria-label="{title}" {style}>'
     return "\n".join([head, f"<title>{title}</title>", *parts, "</svg>\n"])

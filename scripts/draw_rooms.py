@@ -30,9 +30,17 @@ def rooms_of(root: Path) -> Rooms:
         room = file.relative_to(root).parts[0]
         tree = ast.parse(file.read_text(encoding="utf-8"))
         # Names of types are not imported when the library runs.
-        types = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        types = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ]
         for node in set(ast.walk(tree)) - {inner for block in types for inner in ast.walk(block)}:
-            if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith(f"{root.name}."):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.level == 0
+                and (node.module or "").startswith(f"{root.name}.")
+            ):
                 found[room].add(str(node.module).split(".")[1])
         found[room] &= found.keys() - {room}
     return found
@@ -50,11 +58,16 @@ def floors_of(rooms: Rooms) -> list[list[str]]:
     try:
         order = list(TopologicalSorter(rooms).static_order())
     except CycleError as error:
-        raise SystemExit(f"Expected imports that run down. Received a circle: {' -> '.join(error.args[1])}.") from None
+        raise SystemExit(
+            f"Expected imports that run down. Received a circle: {' -> '.join(error.args[1])}."
+        ) from None
     height: dict[str, int] = {}
     for room in order:
         height[room] = max((height[below] + 1 for below in rooms[room]), default=0)
-    return [[room for room in sorted(rooms) if height[room] == floor] for floor in range(max(height.values()) + 1)]
+    return [
+        [room for room in sorted(rooms) if height[room] == floor]
+        for floor in range(max(height.values()) + 1)
+    ]
 
 
 def without_shortcuts(rooms: Rooms) -> Rooms:
@@ -69,7 +82,8 @@ def without_shortcuts(rooms: Rooms) -> Rooms:
         return frozenset(rooms[room]).union(*(reached(below) for below in rooms[room]))
 
     return {
-        room: {b for b in below if not any(b in reached(other) for other in below)} for room, below in rooms.items()
+        room: {b for b in below if not any(b in reached(other) for other in below)}
+        for room, below in rooms.items()
     }
 
 

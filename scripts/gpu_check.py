@@ -98,7 +98,10 @@ def run_check(name: str, result: Path) -> None:
         record |= found
     except BaseException as error:
         traceback.print_exc()
-        record |= {"error": f"{type(error).__name__}: {error}"[:1500], "traceback": traceback.format_exc()[-2000:]}
+        record |= {
+            "error": f"{type(error).__name__}: {error}"[:1500],
+            "traceback": traceback.format_exc()[-2000:],
+        }
     record["seconds"] = round(time.perf_counter() - begin, 1)
     result.write_text(json.dumps(record))
 
@@ -186,8 +189,17 @@ class Schedule:
 
     def _start(self, name: str) -> None:
         log = (self.scratch / f"{name}.log").open("wb")
-        command = [sys.executable, str(HERE), "--check", name, "--result", str(self.scratch / f"{name}.json")]
-        process = subprocess.Popen(command, env=self.environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        command = [
+            sys.executable,
+            str(HERE),
+            "--check",
+            name,
+            "--result",
+            str(self.scratch / f"{name}.json"),
+        ]
+        process = subprocess.Popen(
+            command, env=self.environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+        )
         limit = min(CHECKS[name].limit * self.options.patience, max(self.left() - 3, 1))
         self.running[name] = Running(process, time.monotonic() + limit, log)
 
@@ -208,7 +220,11 @@ class Schedule:
         if result.exists():
             record = json.loads(result.read_text())
         else:
-            reason = "killed at its time limit" if is_late else f"ended with exit code {each.process.returncode}"
+            reason = (
+                "killed at its time limit"
+                if is_late
+                else f"ended with exit code {each.process.returncode}"
+            )
             record = {"check": name, "error": reason}
         if "error" in record:
             record["output"] = output[-1500:].decode(errors="replace")
@@ -218,7 +234,10 @@ class Schedule:
         with (self.out / "results.jsonl").open("a") as stream:
             stream.write(json.dumps(record) + "\n")
         self.records.append(record)
-        print(f"{time.monotonic() - self.begin:6.1f} s  {record['check']:14} {verdict(record)}", flush=True)
+        print(
+            f"{time.monotonic() - self.begin:6.1f} s  {record['check']:14} {verdict(record)}",
+            flush=True,
+        )
 
 
 def verdict(record: dict[str, Any]) -> str:
@@ -237,14 +256,21 @@ def failed(record: dict[str, Any]) -> bool:
 
 def main() -> int:
     """Run the checks that are asked for, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", default="gpu-check", help="folder for results.jsonl and log.txt")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--only", help="names of checks, separated by commas")
     parser.add_argument("--skip", default="", help="names of checks, separated by commas")
     parser.add_argument("--jobs", type=int, default=5, help="checks of correctness at a time")
     parser.add_argument("--budget", type=float, default=470.0, help="seconds for all checks")
-    parser.add_argument("--patience", type=float, default=1.0, help="what the limits of the checks are multiplied by")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=1.0,
+        help="what the limits of the checks are multiplied by",
+    )
     parser.add_argument("--list", action="store_true", help="list the checks")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -258,10 +284,14 @@ def main() -> int:
             print(f"{name:14} {check.expected:4g} s expected, {check.limit:4g} s at most{alone}")
         return 0
     names = options.only.split(",") if options.only else list(CHECKS)
-    unknown = [name for name in [*names, *filter(None, options.skip.split(","))] if name not in CHECKS]
+    unknown = [
+        name for name in [*names, *filter(None, options.skip.split(","))] if name not in CHECKS
+    ]
     if unknown:
         parser.error(f"Expected names that --list shows. Received: {', '.join(unknown)}.")
-    records = Schedule(options, [name for name in names if name not in options.skip.split(",")]).run()
+    records = Schedule(
+        options, [name for name in names if name not in options.skip.split(",")]
+    ).run()
     print(
         f"{sum(map(failed, records))} of {len(records)} failed; {sum('left_out' in record for record in records)} left out."
     )

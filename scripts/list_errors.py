@@ -63,7 +63,12 @@ class Collector(ast.NodeVisitor):
 
     def _expected(self, node: ast.expr) -> None:
         text = text_of(node)
-        if id(node) not in self._taken and text is not None and text.startswith("Expected ") and len(text) > 30:
+        if (
+            id(node) not in self._taken
+            and text is not None
+            and text.startswith("Expected ")
+            and len(text) > 30
+        ):
             self._note(node, text)
 
     def _take(self, arguments: Sequence[ast.expr], *, values: Sequence[ast.expr] = ()) -> None:
@@ -79,12 +84,22 @@ class Collector(ast.NodeVisitor):
 
 def choices_of(node: ast.expr) -> list[ast.expr]:
     """Return what a conditional expression chooses from, or the expression itself."""
-    return [*choices_of(node.body), *choices_of(node.orelse)] if isinstance(node, ast.IfExp) else [node]
+    return (
+        [*choices_of(node.body), *choices_of(node.orelse)]
+        if isinstance(node, ast.IfExp)
+        else [node]
+    )
 
 
 def name_of(node: ast.expr) -> str:
     """Return the last name of a dotted one."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
 
 
 def text_of(node: ast.expr, values: Sequence[ast.expr] = ()) -> str | None:
@@ -98,7 +113,9 @@ def text_of(node: ast.expr, values: Sequence[ast.expr] = ()) -> str | None:
         if not isinstance(node.value, str):
             return None
         names = map(value_of, values)
-        return one_line(re.sub(r"%\.?\d*[rsdgf]", lambda _: next(names, f"{OPEN}...{CLOSE}"), node.value))
+        return one_line(
+            re.sub(r"%\.?\d*[rsdgf]", lambda _: next(names, f"{OPEN}...{CLOSE}"), node.value)
+        )
     if isinstance(node, ast.JoinedStr):
         return one_line("".join(piece_of(part) for part in node.values))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -156,27 +173,39 @@ def messages_of(file: Path) -> list[str]:
     collector = Collector()
     collector.visit(ast.parse(file.read_text(encoding="utf-8")))
     return sorted(
-        set(map(in_table, collector.found)), key=lambda text: (re.sub(r"<i>.*?</i>|\W", "", text).lower(), text)
+        set(map(in_table, collector.found)),
+        key=lambda text: (re.sub(r"<i>.*?</i>|\W", "", text).lower(), text),
     )
 
 
 def page(root: Path) -> str:
     """Return the page of the sources below `root`: a table with a row for each file and a line for each message."""
     found = {file: messages_of(file) for file in sorted(root.rglob("*.py"))}
-    rows = [f"| `{file.relative_to(root)}` | {'<br>'.join(texts)} |" for file, texts in found.items() if texts]
+    rows = [
+        f"| `{file.relative_to(root)}` | {'<br>'.join(texts)} |"
+        for file, texts in found.items()
+        if texts
+    ]
     return "\n".join([HEAD, "| file | messages |\n|---|---|", *rows, ""])
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the page, or compare it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 if the page is not current")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; end with 1 if the page is not current"
+    )
     options = parser.parse_args(arguments)
     made = page(ROOT / "danling")
     if options.check:
         current = PAGE.exists() and PAGE.read_text() == made
         if not current:
-            print(f"{PAGE} is not that of the sources. Run: python scripts/list_errors.py", file=sys.stderr)
+            print(
+                f"{PAGE} is not that of the sources. Run: python scripts/list_errors.py",
+                file=sys.stderr,
+            )
         return 0 if current else 1
     PAGE.write_text(made)
     return 0

@@ -15,7 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/guides/libraries.md"
-BEGIN, END = "<!-- libraries: written by scripts/list_libraries.py -->\n", "<!-- end of libraries -->\n"
+BEGIN, END = (
+    "<!-- libraries: written by scripts/list_libraries.py -->\n",
+    "<!-- end of libraries -->\n",
+)
 FIELDS = ("Library", "Works", "Exact")
 
 

@@ -34,7 +34,12 @@ def write_text() -> None:
         program = [sys.executable, "examples/digits.py", "--dir"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [*program, f"{name}/file"], capture_output=True, text=True, env=environment, cwd=name, check=True
+            [*program, f"{name}/file"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=name,
+            check=True,
         )
         page = between(page, "file", (done.stderr + done.stdout).splitlines(), name)
     PAGE.write_text(page)
@@ -44,7 +49,9 @@ def between(page: str, marker: str, lines: Sequence[str], place: str) -> str:
     """Return a page with lines as the block behind `<!-- digits: MARKER -->`; the temporary place is named otherwise."""
     text = "\n".join(lines).replace(place, "/home/you/runs")
     block = f"<!-- digits: {marker} -->\n\n```text\n{text}\n```\n"
-    found = re.subn(rf"<!-- digits: {marker} -->\n\n```text\n.*?```\n", lambda _: block, page, flags=re.DOTALL)
+    found = re.subn(
+        rf"<!-- digits: {marker} -->\n\n```text\n.*?```\n", lambda _: block, page, flags=re.DOTALL
+    )
     assert found[1] == 1, f"no place for {marker} in {PAGE}"
     return found[0]
 
@@ -74,7 +81,9 @@ def in_terminal(command: Sequence[str], directory: Path, columns: int = COLUMNS)
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=slave, stderr=slave, cwd=directory, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=slave, stderr=slave, cwd=directory, env=environment
+    ) as process:
         os.close(slave)
         parts = []
         while True:
@@ -109,7 +118,9 @@ def screen(text: str, *, until: str | None = None) -> list[str]:
             line[column : column + len(piece)] = piece
             column += len(piece)
             drawn_after = (
-                until is not None and any(until in "".join(past) for past in lines[:-1]) and " left |" in piece
+                until is not None
+                and any(until in "".join(past) for past in lines[:-1])
+                and " left |" in piece
             )
         if drawn_after:
             break
@@ -124,7 +135,9 @@ def svg(commands: Sequence[str], lines: Sequence[str]) -> str:
         f'<text x="10" y="{22 + 17 * i}" textLength="{7.2 * len(line):.1f}" xml:space="preserve">{escape(line)}</text>'
         for i, line in enumerate(shown)
     )
-    style = 'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="12" fill="#e6e6e6"'
+    style = (
+        'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="12" fill="#e6e6e6"'
+    )
     size = f'width="{width:.0f}" height="{height}" viewBox="0 0 {width:.0f} {height}"'
     box = '<rect width="100%" height="100%" rx="6" fill="#1e1e1e"/>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{box}\n<g {style}>\n{rows}\n</g>\n</svg>\n'

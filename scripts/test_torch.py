@@ -35,7 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 UNAVAILABLE = 69
 # Their releases follow those of torch: the pins fit the pinned torch only.
 FOLLOW_TORCH = ("torch", "torchvision")
-QUICK = [f"tests/{room}" for room in ("mesh", "checkpoints", "training", "graph", "optim", "elastic")]
+QUICK = [
+    f"tests/{room}" for room in ("mesh", "checkpoints", "training", "graph", "optim", "elastic")
+]
 VERSION = "import sys; print('{}.{}'.format(*sys.version_info))"
 
 
@@ -56,14 +58,22 @@ class Environment:
     @property
     def directory(self) -> Path:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        version = subprocess.run([self.base, "-c", VERSION], capture_output=True, text=True, check=True).stdout.strip()
+        version = subprocess.run(
+            [self.base, "-c", VERSION], capture_output=True, text=True, check=True
+        ).stdout.strip()
         return cache / "danling" / "venvs" / f"torch-{self.torch}-py{version}"
 
     def python(self) -> Path:
         """Return the interpreter of the environment; make the environment if it is not there or has other requirements."""
         directory = self.directory
         python, stamp = directory / "bin" / "python", directory / "whole"
-        wanted = "\n".join([f"torch=={self.torch}", *self.requirements, *(f"-c {line}" for line in self.constraints)])
+        wanted = "\n".join(
+            [
+                f"torch=={self.torch}",
+                *self.requirements,
+                *(f"-c {line}" for line in self.constraints),
+            ]
+        )
         directory.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{directory}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -84,10 +94,20 @@ class Environment:
         self._run([self.base, "-m", "venv", directory], lock)
         self._run([ROOT / "scripts" / "install_torch.sh", python, self.torch], lock)
         with tempfile.TemporaryDirectory() as folder:
-            requirements, constraints = Path(folder) / "requirements.txt", Path(folder) / "constraints.txt"
+            requirements, constraints = (
+                Path(folder) / "requirements.txt",
+                Path(folder) / "constraints.txt",
+            )
             requirements.write_text("\n".join(self.requirements))
             constraints.write_text("\n".join([f"torch=={self.torch}", *self.constraints]))
-            pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            pip: list[str | Path] = [
+                python,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+            ]
             self._run([*pip, "-r", requirements, "-c", constraints], lock)
 
     def _run(self, command: Sequence[str | Path], lock: int) -> None:
@@ -107,11 +127,16 @@ class Environment:
             output, _ = process.communicate()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            raise CannotInstall(f"{command[0]} was not done in the time of --seconds. {output}") from None
+            raise CannotInstall(
+                f"{command[0]} was not done in the time of --seconds. {output}"
+            ) from None
         if process.returncode:
             lines = [line for line in output.splitlines() if line.strip()]
             errors = [line for line in lines if line.startswith("ERROR")]
-            raise CannotInstall("\n".join(errors[-2:] or lines[-1:]) or f"{command[0]} ended with {process.returncode}")
+            raise CannotInstall(
+                "\n".join(errors[-2:] or lines[-1:])
+                or f"{command[0]} ended with {process.returncode}"
+            )
 
 
 def requirements_of(project: dict[str, Any], extra: str) -> Iterator[str]:
@@ -140,11 +165,20 @@ def pinned_torch(file: str) -> str:
 def find_python(name: str) -> str:
     """Return an interpreter that runs; pyenv has a shim also for a version that is switched off."""
     versions = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
-    others = [str(path) for path in sorted(versions.glob(f"*/bin/{name}"), reverse=True)] if "/" not in name else []
+    others = (
+        [str(path) for path in sorted(versions.glob(f"*/bin/{name}"), reverse=True)]
+        if "/" not in name
+        else []
+    )
     for candidate in (shutil.which(name), *others):
-        if candidate is not None and subprocess.run([candidate, "-c", VERSION], capture_output=True).returncode == 0:
+        if (
+            candidate is not None
+            and subprocess.run([candidate, "-c", VERSION], capture_output=True).returncode == 0
+        ):
             return candidate
-    raise CannotInstall(f"Expected an interpreter. Received: --python={name}, which does not run here.")
+    raise CannotInstall(
+        f"Expected an interpreter. Received: --python={name}, which does not run here."
+    )
 
 
 def environment_of(torch: str, base: str, seconds: float) -> Environment:
@@ -167,10 +201,20 @@ def _end(number: int, _frame: object) -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("torch", nargs="?", help="a version, such as 2.15.0")
-    parser.add_argument("--quick", action="store_true", help="a part of the tests with the oldest and the newest torch")
-    parser.add_argument("--install", action="store_true", help="make the environments and run no test")
-    parser.add_argument("--python", default=sys.executable, help="an interpreter; default: the one that runs this")
-    parser.add_argument("--seconds", type=float, default=3600, help="limit for making an environment; default: 3600")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a part of the tests with the oldest and the newest torch",
+    )
+    parser.add_argument(
+        "--install", action="store_true", help="make the environments and run no test"
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, help="an interpreter; default: the one that runs this"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="limit for making an environment; default: 3600"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of pytest")
     given = parser.parse_args(arguments)
     if (given.torch is None) != given.quick:
@@ -178,14 +222,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _end)
     versions, tests = [given.torch], given.arguments
     if given.quick:
-        versions, tests = [pinned_torch(f"requirements-{which}.txt") for which in ("oldest", "newest")], QUICK
+        versions, tests = (
+            [pinned_torch(f"requirements-{which}.txt") for which in ("oldest", "newest")],
+            QUICK,
+        )
     failed, untested = 0, []
     for torch in versions:
         try:
             python = environment_of(torch, find_python(given.python), given.seconds).python()
         # OSError: such as a full disk, or a cache directory that is read-only.
         except (CannotInstall, OSError) as error:
-            untested.append(f"NOT TESTED with torch {torch}: its environment cannot be installed here.\n{error}")
+            untested.append(
+                f"NOT TESTED with torch {torch}: its environment cannot be installed here.\n{error}"
+            )
             continue
         print(f"== torch {torch}: {python}", flush=True)
         if not given.install:

@@ -55,7 +55,9 @@ def first_sentence(page: str) -> str:
     body = re.sub(r"\A---\n.*?\n---\n", "", page, flags=re.DOTALL)
     paragraphs = [part.strip() for part in body.split("\n\n")]
     plain = [
-        part for part in paragraphs if part and not part.startswith(("#", "```", "|", "!", ":::", "-", "<", "--8<--"))
+        part
+        for part in paragraphs
+        if part and not part.startswith(("#", "```", "|", "!", ":::", "-", "<", "--8<--"))
     ]
     if not plain:
         return ""

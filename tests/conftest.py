@@ -23,7 +23,9 @@ if os.environ.get("DANLING_TEST_GPU") != "1":
 if sys.prefix != sys.base_prefix:
     # A run with an activated environment finds as few programs (no torchrun) as `make test`, which activates none.
     paths = os.environ["PATH"].split(os.pathsep)
-    os.environ["PATH"] = os.pathsep.join(path for path in paths if Path(path) != Path(sys.executable).parent)
+    os.environ["PATH"] = os.pathsep.join(
+        path for path in paths if Path(path) != Path(sys.executable).parent
+    )
 
 import pytest
 import torch
@@ -50,7 +52,10 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--tenth", type=int, metavar="DIGIT", help="run a tenth of the tests that are marked slow, and no others"
+        "--tenth",
+        type=int,
+        metavar="DIGIT",
+        help="run a tenth of the tests that are marked slow, and no others",
     )
 
 
@@ -61,7 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if digit is None:
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
-    taken = [item for item, tenth in zip(slow, tenths_of(item.nodeid for item in slow)) if tenth == digit]
+    taken = [
+        item for item, tenth in zip(slow, tenths_of(item.nodeid for item in slow)) if tenth == digit
+    ]
     config.hook.pytest_deselected(items=[item for item in items if item not in taken])
     items[:] = taken
 
@@ -128,7 +135,9 @@ def _no_process_left() -> Iterator[None]:
     begun = seconds_since_boot()
     yield
     end = time.monotonic() + 3.0
-    while (left := descendants(os.getpid(), without=server_processes(), since=begun)) and time.monotonic() < end:
+    while (
+        left := descendants(os.getpid(), without=server_processes(), since=begun)
+    ) and time.monotonic() < end:
         time.sleep(0.02)
     kill_all(left)
     reap()

@@ -20,10 +20,16 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 @pytest.mark.parametrize(
     ("name", "options", "figures"),
     [
-        ("compile", ["--backend", "aot_eager_decomp_partition", "--rounds", "1"], {"starts", "steps", "memory"}),
+        (
+            "compile",
+            ["--backend", "aot_eager_decomp_partition", "--rounds", "1"],
+            {"starts", "steps", "memory"},
+        ),
     ],
 )
-def test_a_benchmark_measures(name: str, options: list[str], figures: set[str], tmp_path: Path) -> None:
+def test_a_benchmark_measures(
+    name: str, options: list[str], figures: set[str], tmp_path: Path
+) -> None:
     words = ("--small", *options, "--json", str(tmp_path / "figures.json"))
     ended = run_program(BENCHMARKS / f"{name}.py", *words, timeout=800)
     assert ended.exit_code == 0, ended.output
@@ -40,7 +46,9 @@ def test_peers_refuses_what_it_would_not_measure(words: tuple[str, str]) -> None
 
 @pytest.mark.parametrize("layout", ["FSDP 2", "PP 2", pytest.param("CP 2", marks=pytest.mark.slow)])
 def test_an_update_makes_the_collectives_of_theory(layout: str) -> None:
-    exit_code, output = run_python(BENCHMARKS / "communication.py", layout, "--json", "counts.json", warm=True)
+    exit_code, output = run_python(
+        BENCHMARKS / "communication.py", layout, "--json", "counts.json", warm=True
+    )
     assert exit_code == 0, output
     found = json.loads(Path("counts.json").read_text())[layout]
     assert found["calls"] == found["theory"]

@@ -34,11 +34,19 @@ def clone(tmp_path: Path) -> Path:
 def test_failing_stage_ends_the_run_with_its_exit_status(failing: str, clone: Path) -> None:
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").symlink_to("/bin/true")
-    variables = {**os.environ, "PATH": f"{clone / 'programs'}:{os.environ['PATH']}", "FAILING": failing}
-    done = subprocess.run([clone / ".ci" / "run", "3"], env=variables, capture_output=True, text=True, timeout=60)
+    variables = {
+        **os.environ,
+        "PATH": f"{clone / 'programs'}:{os.environ['PATH']}",
+        "FAILING": failing,
+    }
+    done = subprocess.run(
+        [clone / ".ci" / "run", "3"], env=variables, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 7
     assert "failed with exit status 7" in done.stderr
-    stages = [line for line in (clone / "stages.txt").read_text().splitlines() if "--install" not in line]
+    stages = [
+        line for line in (clone / "stages.txt").read_text().splitlines() if "--install" not in line
+    ]
     assert stages[-1] == failing
     installing = int((clone / "installing").read_text())
     assert not Path(f"/proc/{installing}").exists()

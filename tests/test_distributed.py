@@ -32,7 +32,11 @@ class Ranks(LocalDomain):
 
 
 def test_training_data_is_divided_over_replica_groups_and_evaluation_is_not() -> None:
-    places = [Placement.alike(Ranks(rank, 2), replica_group=(group, 3)) for group in range(3) for rank in range(2)]
+    places = [
+        Placement.alike(Ranks(rank, 2), replica_group=(group, 3))
+        for group in range(3)
+        for rank in range(2)
+    ]
     assert [place.share(trained=True) for place in places] == [(index, 6) for index in range(6)]
     assert [place.share(trained=False) for place in places] == [(0, 2), (1, 2)] * 3
     assert {place.data_replicas for place in places} == {6}
@@ -41,13 +45,16 @@ def test_training_data_is_divided_over_replica_groups_and_evaluation_is_not() ->
 def test_several_processes_must_be_joined_by_somebody() -> None:
     assert isinstance(world_of(1, torch.device("cpu")), LocalDomain)
     with pytest.raises(
-        ValueError, match=r"Expected `init_distributed` to join a process group of 2 processes. Received: none"
+        ValueError,
+        match=r"Expected `init_distributed` to join a process group of 2 processes. Received: none",
     ):
         world_of(2, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_nccl_without_a_device_is_refused_before_the_other_processes_are_awaited(backend: str) -> None:
+def test_nccl_without_a_device_is_refused_before_the_other_processes_are_awaited(
+    backend: str,
+) -> None:
     launch = environment.LaunchEnvironment(rank=0, world_size=2, local_rank=0)
     with pytest.raises(ValueError, match=r"Expected a backend for the CPU.*Leave backend out"):
         environment.init_process_group(launch, torch.device("cpu"), backend=backend)
@@ -57,7 +64,9 @@ def test_nobody_else_gets_the_port_and_a_store_of_torch_may_listen_there() -> No
     with held_port() as port:
         with socket.socket() as other, pytest.raises(OSError):
             other.bind(("127.0.0.1", port))
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+        store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+        )
         TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("key", "value")
         assert store.get("key") == b"value"
     # The store goes on when the port is held no more.
@@ -86,7 +95,9 @@ def _starts_if_not(absent: int, tcp: bool) -> tuple[str, list[str]]:
 def test_missing_rank_is_named_within_the_time_limit(tcp: bool) -> None:
     first, absent, third = run_processes(_starts_if_not, 1, tcp, world_size=3, timeout=40)
     assert absent == ("absent", [])
-    assert third[0] == first[0] or third[0].startswith("The process that joins the ranks, which is rank 0")
+    assert third[0] == first[0] or third[0].startswith(
+        "The process that joins the ranks, which is rank 0"
+    )
     assert first[0].startswith(
         "Expected 3 processes to start within 2 s (comm.init_timeout_seconds). Received: 2. Missing: rank 1."
     )
@@ -96,7 +107,9 @@ def test_missing_rank_is_named_within_the_time_limit(tcp: bool) -> None:
 def test_missing_rank_zero_is_named_within_the_time_limit() -> None:
     _, second = run_processes(_starts_if_not, 0, False, world_size=2, timeout=40)
     assert second[0].startswith("Expected rank 0 to answer at 127.0.0.1:")
-    assert len(second[1]) == 1 and second[1][0].startswith("Rank 0, the first of 2 processes, does not answer")
+    assert len(second[1]) == 1 and second[1][0].startswith(
+        "Rank 0, the first of 2 processes, does not answer"
+    )
 
 
 class Hesitant:

@@ -20,14 +20,25 @@ def run(*words: str, timeout: float = 60.0) -> tuple[int, str, list[dict[str, An
     command = [sys.executable, str(SCRIPT), "--cpu", "--out", str(out), *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=patience(timeout))
     results = out / "results.jsonl"
-    records = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    records = (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
     return ended.returncode, ended.stdout + ended.stderr, records
 
 
 def test_checks_are_listed_with_their_limits() -> None:
     code, output, _ = run("--list")
     assert code == 0
-    for name in ("resume_bf16", "waits", "ranks", "gpt_compiled", "saves_1b", "attention", "kernels", "tests"):
+    for name in (
+        "resume_bf16",
+        "waits",
+        "ranks",
+        "gpt_compiled",
+        "saves_1b",
+        "attention",
+        "kernels",
+        "tests",
+    ):
         assert f"\n{name} " in output
 
 
@@ -38,7 +49,11 @@ def test_unknown_check_is_refused() -> None:
 
 def test_too_long_check_is_killed_and_one_without_time_is_left_out() -> None:
     code, output, records = run("--only", "environment", "--patience", "0.001")
-    assert code == 1 and records[0]["error"] == "killed at its time limit" and "1 of 1 failed" in output
+    assert (
+        code == 1
+        and records[0]["error"] == "killed at its time limit"
+        and "1 of 1 failed" in output
+    )
     code, output, records = run("--only", "environment", "--budget", "0.5")
     assert code == 0 and records[1]["left_out"] == "no time" and "1 left out" in output
 

@@ -30,9 +30,13 @@ def imported(path: Path) -> set[str]:
     """Return the modules of the library that run when a module runs: imports outside of TYPE_CHECKING, also within functions."""
     tree, package = ast.parse(path.read_text()), ["danling", *path.relative_to(ROOT).parts[:-1]]
     checked = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     ]
-    skipped = {id(below) for node in checked for statement in node.body for below in ast.walk(statement)}
+    skipped = {
+        id(below) for node in checked for statement in node.body for below in ast.walk(statement)
+    }
     found = set()
     for node in ast.walk(tree):
         if id(node) in skipped:
@@ -52,13 +56,22 @@ def test_no_module_of_the_core_imports_an_extension():
     wrong, seen = [], 0
     for path in sorted(ROOT.rglob("*.py")):
         room, *_ = path.relative_to(ROOT).parts
-        if room in EXTENSIONS_OF_THE_LIBRARY or path.stem in STACK_RUNNERS or path.name == "__main__.py":
+        if (
+            room in EXTENSIONS_OF_THE_LIBRARY
+            or path.stem in STACK_RUNNERS
+            or path.name == "__main__.py"
+        ):
             continue
         seen += 1
         named = {name.split(".")[1] for name in imported(path) if name.startswith("danling.")}
-        wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in sorted(named & EXTENSIONS_OF_THE_LIBRARY)]
+        wrong += [
+            f"{path.relative_to(ROOT)} imports {name}"
+            for name in sorted(named & EXTENSIONS_OF_THE_LIBRARY)
+        ]
     assert seen > 100 and not wrong
-    assert {"danling.torchft.member", "danling.mesh.axes"} <= imported(ROOT / "torchft" / "attach.py")
+    assert {"danling.torchft.member", "danling.mesh.axes"} <= imported(
+        ROOT / "torchft" / "attach.py"
+    )
 
 
 def test_collaborators_of_a_runner_are_passed_as_arguments_outside_of_runners():
@@ -66,7 +79,11 @@ def test_collaborators_of_a_runner_are_passed_as_arguments_outside_of_runners():
     for path in sorted(ROOT.rglob("*.py")):
         if path.relative_to(ROOT).parts[0] == "runners":
             continue
-        found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        found = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+        ]
         reaches += [
             f"{path.relative_to(ROOT)}:{node.lineno}"
             for node in found
@@ -76,11 +93,18 @@ def test_collaborators_of_a_runner_are_passed_as_arguments_outside_of_runners():
 
 
 def test_table_names_existing_rooms_only():
-    assert EXTENSIONS.keys() | STACKS.keys() | {"mesh", "stream", "cli", "prove"} == EXTENSIONS_OF_THE_LIBRARY | {
+    assert EXTENSIONS.keys() | STACKS.keys() | {
+        "mesh",
+        "stream",
+        "cli",
+        "prove",
+    } == EXTENSIONS_OF_THE_LIBRARY | {
         "ddp",
         "parallel",
     }
-    modules = [module for module, _ in EXTENSIONS.values()] + [module for module, _ in STACKS.values()]
+    modules = [module for module, _ in EXTENSIONS.values()] + [
+        module for module, _ in STACKS.values()
+    ]
     assert all((ROOT.parent / f"{module.replace('.', '/')}.py").exists() for module in modules)
 
 
@@ -118,13 +142,23 @@ def test_runner_imports_no_more_of_torch_than_torch_and_a_run_loads_no_extension
     assert done.returncode == 0, done.stderr
     imported, loaded = json.loads(done.stdout.splitlines()[-1])
     assert "danling.runners.torch_runner" in imported
-    others = [name for name in imported if name.partition(".")[0] not in OURS | sys.stdlib_module_names]
+    others = [
+        name for name in imported if name.partition(".")[0] not in OURS | sys.stdlib_module_names
+    ]
     assert not [name for name in others if "cython" not in name]
-    assert {"runners", "training", "checkpoints"} <= set(loaded) and not EXTENSIONS_OF_THE_LIBRARY & set(loaded)
+    assert {"runners", "training", "checkpoints"} <= set(
+        loaded
+    ) and not EXTENSIONS_OF_THE_LIBRARY & set(loaded)
 
 
 def test_managers_are_importable_from_their_place_in_the_contract() -> None:
     from danling.runners import checkpoints
 
-    names = ("FileCheckpointManager", "TorchDistributedCheckpointManager", "DeepSpeedCheckpointManager")
-    assert all(issubclass(getattr(checkpoints, name), checkpoints.CheckpointManager) for name in names)
+    names = (
+        "FileCheckpointManager",
+        "TorchDistributedCheckpointManager",
+        "DeepSpeedCheckpointManager",
+    )
+    assert all(
+        issubclass(getattr(checkpoints, name), checkpoints.CheckpointManager) for name in names
+    )

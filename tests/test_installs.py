@@ -34,8 +34,12 @@ print(dl.__file__, version("danling"), files("danling").joinpath("py.typed").is_
 
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command as in a shell of the user's: without what the tests set for Python."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -48,7 +52,9 @@ def modules(place: Path) -> set[Path]:
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A commit of what the working tree contains, in a folder called `danling`."""
     folder = tmp_path_factory.mktemp("sources") / "danling"
-    shutil.copytree(REPOSITORY / "danling", folder / "danling", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "danling", folder / "danling", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore"):
         shutil.copy(REPOSITORY / name, folder)
     for words in ("init -q", "add .", "-c user.name=A -c user.email=a@b.c commit -q -m Everything"):
@@ -62,12 +68,20 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_called_danling_does_not_hide_it(kind: str, clone: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "fresh", with_pip=False)
     python = tmp_path / "fresh" / "bin" / "python"
-    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    packages = Path(
+        run(
+            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+        ).strip()
+    )
     # torch and the other requirements come from the environment of the tests; path files of that one are not read.
     (packages / "requirements.pth").write_text(sysconfig.get_path("purelib"))
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", *(["--no-build-isolation"] if find_spec("hatchling") else [])]
-    source = {"editable": ["-e", str(clone)], "url": [f"git+file://{clone}"], "wheel": [str(clone)]}[kind]
+    source = {
+        "editable": ["-e", str(clone)],
+        "url": [f"git+file://{clone}"],
+        "wheel": [str(clone)],
+    }[kind]
     run(*pip, "--python", python, "install", "--ignore-installed", *options, *source, cwd=tmp_path)
 
     place = clone.parent if kind == "editable" else tmp_path

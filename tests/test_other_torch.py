@@ -26,8 +26,13 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{name}.py", f"__version__ = {version!r}\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr(f"{info}/RECORD", "")
 
 
@@ -46,7 +51,12 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def registry(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"NO_INDEX": "1", "FIND_LINKS": str(wheels), "CONFIG_FILE": os.devnull, "NO_CACHE_DIR": "1"}
+    variables = {
+        "NO_INDEX": "1",
+        "FIND_LINKS": str(wheels),
+        "CONFIG_FILE": os.devnull,
+        "NO_CACHE_DIR": "1",
+    }
     for name, value in variables.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -54,7 +64,9 @@ def registry(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def versions(python: Path) -> list[str]:
     program = "import tool, torch; print(torch.__version__, tool.__version__)"
-    return subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run(
+        [python, "-I", "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
 
 
 @pytest.fixture
@@ -75,7 +87,9 @@ def test_whole_environment_is_kept(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("interpreter", "requirement"), [(sys.executable, "another tool"), ("removed", "tool")], ids=["changed", "removed"]
+    ("interpreter", "requirement"),
+    [(sys.executable, "another tool"), ("removed", "tool")],
+    ids=["changed", "removed"],
 )
 def test_environment_with_other_requirements_or_without_interpreter_is_made_again(
     interpreter: str, requirement: str, place: Path
@@ -89,7 +103,9 @@ def test_environment_with_other_requirements_or_without_interpreter_is_made_agai
 @pytest.mark.slow
 def test_environment_of_a_killed_program_is_made_again(place: Path) -> None:
     wanted = environment("tool")
-    with subprocess.Popen([sys.executable, "-c", MAKES], cwd=ROOT, stdout=subprocess.DEVNULL) as killed:
+    with subprocess.Popen(
+        [sys.executable, "-c", MAKES], cwd=ROOT, stdout=subprocess.DEVNULL
+    ) as killed:
         while not (place / "bin" / "python").exists():
             assert killed.poll() is None
             time.sleep(0.01)
@@ -99,7 +115,9 @@ def test_environment_of_a_killed_program_is_made_again(place: Path) -> None:
     python = wanted.python()
     assert versions(python) == ["9.9.9", "2.0"]
     made = python.stat(follow_symlinks=False).st_ino
-    assert environment("tool").python() == python and python.stat(follow_symlinks=False).st_ino == made
+    assert (
+        environment("tool").python() == python and python.stat(follow_symlinks=False).st_ino == made
+    )
 
 
 @pytest.mark.slow
@@ -108,10 +126,16 @@ def test_registry_without_the_release_is_named_and_leaves_nothing(
 ) -> None:
     assert main(["--quick"]) == 0
     said = capfd.readouterr().out
-    for version in (pinned_torch("requirements-oldest.txt"), pinned_torch("requirements-newest.txt")):
+    for version in (
+        pinned_torch("requirements-oldest.txt"),
+        pinned_torch("requirements-newest.txt"),
+    ):
         assert f"NOT TESTED with torch {version}: its environment cannot be installed here." in said
         assert f"ERROR: No matching distribution found for torch=={version}" in said
-    assert [path.suffix for path in (tmp_path / "danling" / "venvs").iterdir()] == [".lock", ".lock"]
+    assert [path.suffix for path in (tmp_path / "danling" / "venvs").iterdir()] == [
+        ".lock",
+        ".lock",
+    ]
 
 
 def test_broken_interpreter_is_named(capfd: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,9 @@ def test_a_hang_ends_at_the_timeout_with_all_descendants() -> None:
     with pytest.raises(ProcessFailure, match=r"did not end.*timeout 1 s"):
         run_processes(_sleep_beside_a_child, 60.0, timeout=1.0)
     assert time.monotonic() - begin < 55.0
-    assert not [command for command in descendants(os.getpid()).values() if "time.sleep(60.0)" in command]
+    assert not [
+        command for command in descendants(os.getpid()).values() if "time.sleep(60.0)" in command
+    ]
 
 
 def test_leftover_process_fails_its_test(pytester_run: str) -> None:
@@ -99,7 +101,17 @@ def pytester_run(tmp_path: Path) -> str:
     (project / "test_leak.py").write_text(
         "import subprocess, sys\ndef test_leak():\n    subprocess.run(['sh', '-c', 'sleep 60 &'], check=True)\n"
     )
-    command = [interpreter(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={tests}", str(project)]
+    command = [
+        interpreter(),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        f"pythonpath={tests}",
+        str(project),
+    ]
     return subprocess.run(command, capture_output=True, text=True, cwd=project).stdout
 
 

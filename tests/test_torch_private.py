@@ -18,7 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from danling.utils.torch_private import PRIVATE_NAMES, TESTED, _used_by_methods, has_name, missing_names
+from danling.utils.torch_private import (
+    PRIVATE_NAMES,
+    TESTED,
+    _used_by_methods,
+    has_name,
+    missing_names,
+)
 
 LISTED = {part for name in PRIVATE_NAMES for part in name.split(".")}
 OTHER_PACKAGES = {
@@ -38,7 +44,15 @@ OTHER_PACKAGES = {
         "_set_fp32_optimizer_param_groups",
     },
     "numpy": {"_bit_generator", "_rand"},
-    "python": {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_inst", "_start_method"},
+    "python": {
+        "_asdict",
+        "_current_frames",
+        "_exit",
+        "_fields",
+        "_getframe",
+        "_inst",
+        "_start_method",
+    },
     "torchft": {"_quorum_future", "_server"},
     "torchmetrics": {"_computed", "_reductions", "_to_sync", "_update_count"},
     "trackio": {"_client_lock", "_flush_queues_inline"},
@@ -78,7 +92,11 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and is_own(node.value)
+        ):
             yield node.attr
 
 
@@ -95,12 +113,20 @@ def unlisted(tree: ast.AST, defined: set[str]) -> Iterator[str]:
             yield from filter(is_unlisted, (f"{node.module}.{each.name}" for each in node.names))
         elif isinstance(node, ast.Import):
             yield from filter(is_unlisted, (each.name for each in node.names))
-        elif isinstance(node, ast.Constant) and str(node.value).startswith("torch.") and " " not in str(node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and str(node.value).startswith("torch.")
+            and " " not in str(node.value)
+        ):
             yield from filter(is_unlisted, [str(node.value)])
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in known:
             if node.attr not in defined or (node.attr in foreign and not is_own(node.value)):
                 yield ast.unparse(node)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "setattr",
+        ):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
             if is_private(name) and name not in known | defined:
                 yield ast.unparse(node)
@@ -126,7 +152,11 @@ def test_library_uses_only_listed_private_names() -> None:
 
 def test_library_uses_every_listed_name() -> None:
     texts = {path: path.read_text() for path in TREES if path.name != "torch_private.py"}
-    assert [name for name in PRIVATE_NAMES if not any(name.rpartition(".")[2] in text for text in texts.values())] == []
+    assert [
+        name
+        for name in PRIVATE_NAMES
+        if not any(name.rpartition(".")[2] in text for text in texts.values())
+    ] == []
     assert all(set(releases.split()) <= {*TESTED} for releases in PRIVATE_NAMES.values())
 
 
@@ -147,7 +177,8 @@ def test_use_of_another_private_name_is_found(use: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["torch._no_such", "torch._no_such.part", "torch.nn.Module._no_such", "torch.nn._no.such"]
+    "name",
+    ["torch._no_such", "torch._no_such.part", "torch.nn.Module._no_such", "torch.nn._no.such"],
 )
 def test_missing_name_is_not_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_name(name)

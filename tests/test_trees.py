@@ -20,12 +20,26 @@ class Pair:
     second: Any
 
 
-VALUE = {"a": [1, (torch.ones(2), "text")], "b": OrderedDict({"c": torch.zeros(1)}), "d": {}, 5: None}
+VALUE = {
+    "a": [1, (torch.ones(2), "text")],
+    "b": OrderedDict({"c": torch.zeros(1)}),
+    "d": {},
+    5: None,
+}
 
 
 def test_leaves_come_with_their_keys_in_order() -> None:
-    found = [(path, leaf if not isinstance(leaf, torch.Tensor) else leaf.tolist()) for path, leaf in leaves(VALUE)]
-    assert found == [(("a", 0), 1), (("a", 1, 0), [1.0, 1.0]), (("a", 1, 1), "text"), (("b", "c"), [0.0]), ((5,), None)]
+    found = [
+        (path, leaf if not isinstance(leaf, torch.Tensor) else leaf.tolist())
+        for path, leaf in leaves(VALUE)
+    ]
+    assert found == [
+        (("a", 0), 1),
+        (("a", 1, 0), [1.0, 1.0]),
+        (("a", 1, 1), "text"),
+        (("b", "c"), [0.0]),
+        ((5,), None),
+    ]
     assert [dotted(path) for path, _ in tensors(VALUE)] == ["a.1.0", "b.c"]
     assert [path for path, _ in tensors(torch.ones(1))] == [()]
 

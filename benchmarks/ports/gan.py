@@ -36,7 +36,9 @@ class LightningGAN(pl.LightningModule):  # type: ignore[misc]
 
     def configure_optimizers(self) -> Any:
         """Return one optimizer of each network."""
-        discriminator = torch.optim.Adam(self.gan.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99))
+        discriminator = torch.optim.Adam(
+            self.gan.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99)
+        )
         generator = torch.optim.Adam(self.gan.generator.parameters(), lr=1e-3, betas=(0.5, 0.99))
         return [discriminator, generator], []
 
@@ -47,7 +49,10 @@ class LightningGAN(pl.LightningModule):  # type: ignore[misc]
         discriminator, generator = self.optimizers()
         fake = gan.generator(torch.randn(len(real), gan.noise, device=self.device))
         self.toggle_optimizer(discriminator)
-        loss = softplus(-gan.discriminator(real)).mean() + softplus(gan.discriminator(fake.detach())).mean()
+        loss = (
+            softplus(-gan.discriminator(real)).mean()
+            + softplus(gan.discriminator(fake.detach())).mean()
+        )
         discriminator.zero_grad()
         self.manual_backward(loss)
         discriminator.step()
@@ -67,7 +72,9 @@ class LightningGAN(pl.LightningModule):  # type: ignore[misc]
     def on_validation_epoch_end(self) -> None:
         """Log the Fréchet distance of as many generated images as there are real ones."""
         real = self.real.to(self.device)
-        noise = torch.randn(len(real), 16, generator=torch.Generator().manual_seed(0)).to(self.device)
+        noise = torch.randn(len(real), 16, generator=torch.Generator().manual_seed(0)).to(
+            self.device
+        )
         self.log("frechet_distance", frechet_distance(self.gan.generator(noise), real))
 
 
@@ -80,7 +87,9 @@ if __name__ == "__main__":
     options = parser.parse_args()
     pl.seed_everything(1)
     images = torch.from_numpy(load_digits().data).float() / 8 - 1
-    train = DataLoader(TensorDataset(images[:1500]), options.batch_size, shuffle=True, drop_last=True)
+    train = DataLoader(
+        TensorDataset(images[:1500]), options.batch_size, shuffle=True, drop_last=True
+    )
     val = DataLoader(TensorDataset(images[1500:]), options.batch_size)
     best = ModelCheckpoint(options.dir, monitor="frechet_distance", mode="min", save_last=True)
     trainer = pl.Trainer(
@@ -95,4 +104,6 @@ if __name__ == "__main__":
     model = LightningGAN(images[1500:])
     (untrained,) = trainer.validate(model, val, verbose=False)
     trainer.fit(model, train, val, ckpt_path="last" if options.resume else None)
-    print(f"Fréchet distance {best.best_model_score:.2f}, {untrained['frechet_distance']:.2f} untrained")
+    print(
+        f"Fréchet distance {best.best_model_score:.2f}, {untrained['frechet_distance']:.2f} untrained"
+    )

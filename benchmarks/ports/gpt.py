@@ -28,9 +28,15 @@ from models.gpt import GPT
 class Text(pl.LightningDataModule):  # type: ignore[misc]
     """Every stretch of the text but its end to train on, and the end to validate."""
 
-    def __init__(self, path: str | None, batch_size: int, context: int, held_out: float = 0.05) -> None:
+    def __init__(
+        self, path: str | None, batch_size: int, context: int, held_out: float = 0.05
+    ) -> None:
         super().__init__()
-        text = Path(path).read_text(encoding="utf-8") if path else "\n".join(topics[name] for name in sorted(topics))
+        text = (
+            Path(path).read_text(encoding="utf-8")
+            if path
+            else "\n".join(topics[name] for name in sorted(topics))
+        )
         self.alphabet = sorted(set(text))
         codes = {character: code for code, character in enumerate(self.alphabet)}
         self.tokens = torch.tensor([codes[character] for character in text])
@@ -44,7 +50,10 @@ class Text(pl.LightningDataModule):  # type: ignore[misc]
 
     def val_dataloader(self) -> Any:
         """Return the loader to validate on."""
-        return DataLoader(Windows(self.tokens[-self.held_out :], self.context, stride=self.context), self.batch_size)
+        return DataLoader(
+            Windows(self.tokens[-self.held_out :], self.context, stride=self.context),
+            self.batch_size,
+        )
 
 
 class LightningGPT(pl.LightningModule):  # type: ignore[misc]
@@ -53,7 +62,9 @@ class LightningGPT(pl.LightningModule):  # type: ignore[misc]
     def __init__(self, characters: int, options: argparse.Namespace) -> None:
         super().__init__()
         self.options = options
-        self.model = GPT(characters, context=options.context, width=options.width, depth=options.depth, heads=4)
+        self.model = GPT(
+            characters, context=options.context, width=options.width, depth=options.depth, heads=4
+        )
 
     def loss(self, batch: Any) -> Tensor:
         """Return the mean loss of all positions."""
@@ -73,7 +84,9 @@ class LightningGPT(pl.LightningModule):  # type: ignore[misc]
     def configure_optimizers(self) -> Any:
         """Return optimizer and schedule."""
         options = self.options
-        optimizer = torch.optim.AdamW(self.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1
+        )
         warmup: int = options.steps // 10
 
         def rate(step: int) -> float:
@@ -109,14 +122,22 @@ if __name__ == "__main__":
         precision=options.precision,
         val_check_interval=options.steps,
         check_val_every_n_epoch=None,
-        callbacks=[ModelCheckpoint(options.dir, monitor="val_loss", mode="min", save_top_k=3, save_last=True)],
+        callbacks=[
+            ModelCheckpoint(
+                options.dir, monitor="val_loss", mode="min", save_top_k=3, save_last=True
+            )
+        ],
         default_root_dir=options.dir,
         logger=False,
         enable_progress_bar=False,
     )
     trainer.fit(model, data, ckpt_path="last" if options.resume else None)
     if trainer.is_global_zero:
-        tokens = model.model.eval().generate(torch.zeros(1, 1, dtype=torch.long), 200, temperature=0.8)
+        tokens = model.model.eval().generate(
+            torch.zeros(1, 1, dtype=torch.long), 200, temperature=0.8
+        )
         print("".join(data.alphabet[code] for code in tokens[0, 1:].tolist()))
-        print(f"{trainer.callback_metrics['val_loss'] / math.log(2):.3f} bits per character in validation")
+        print(
+            f"{trainer.callback_metrics['val_loss'] / math.log(2):.3f} bits per character in validation"
+        )
         print(f"{entropy(data.tokens):.3f} bits is the entropy of single characters")

@@ -69,16 +69,27 @@ class Row:
     @property
     def as_expected(self) -> bool:
         """Whether it is found as it should be, and its twin is not accused."""
-        wanted = "noticed" if self.number in NOTICED else "no" if self.number in NOT_COVERED else "found"
+        wanted = (
+            "noticed" if self.number in NOTICED else "no" if self.number in NOT_COVERED else "found"
+        )
         return self.found == wanted and self.right.verdict != "different"
 
     def line(self) -> str:
         """Return the row of the table."""
-        seen = self.wrong.summary or next(iter(sorted(set(self.wrong.notes) - set(self.right.notes))), "")
+        seen = self.wrong.summary or next(
+            iter(sorted(set(self.wrong.notes) - set(self.right.notes))), ""
+        )
         curve = "yes" if self.distance > 4 else "no"
-        twin = {"same": "passes", "different": "**accused**"}.get(self.right.verdict, self.right.verdict)
+        twin = {"same": "passes", "different": "**accused**"}.get(
+            self.right.verdict, self.right.verdict
+        )
         seconds = f"{self.wrong.seconds:.0f} + {self.right.seconds:.0f}"
-        cells = (str(self.number), self.title, self.source, f"{self.found}: {seen}" if seen else self.found)
+        cells = (
+            str(self.number),
+            self.title,
+            self.source,
+            f"{self.found}: {seen}" if seen else self.found,
+        )
         return " | ".join(("", *cells, twin, f"{curve} ({self.distance:.1f})", seconds, "")).strip()
 
 
@@ -137,7 +148,10 @@ def distance(script: Path, resumes: bool) -> float:
     """Return by how many standard deviations of the right twin the curve of the loss is another one, at its beginning or its end."""
     right = [losses(script, "--right", seed=seed, resumes=False) for seed in range(1, SEEDS + 1)]
     wrong = losses(script, seed=0, resumes=resumes)
-    distances = [abs(own - statistics.fmean(of)) / statistics.stdev(of) for own, of in zip(wrong, zip(*right))]
+    distances = [
+        abs(own - statistics.fmean(of)) / statistics.stdev(of)
+        for own, of in zip(wrong, zip(*right))
+    ]
     return float(max(distances))
 
 
@@ -191,16 +205,25 @@ def examine_right(chosen: Sequence[int]) -> bool:
         proof = prove(HERE / "right" / f"{name}.py", *options, ranks=ranks)
         accused += proof.verdict == "different"
         said = f"{proof.verdict}: {proof.summary}" if proof.summary else proof.verdict
-        print(f"| {number} {' '.join([name, *options])} | {ranks} | {said} | {proof.seconds:.0f} |", flush=True)
+        print(
+            f"| {number} {' '.join([name, *options])} | {ranks} | {said} | {proof.seconds:.0f} |",
+            flush=True,
+        )
     print(f"\n{accused} accused")
     return accused == 0
 
 
 def main() -> int:
     """Examine the faults, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=int, nargs="*", default=[], help="numbers of faults, or of right scripts")
-    parser.add_argument("--right", action="store_true", help="prove the further right scripts instead")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", type=int, nargs="*", default=[], help="numbers of faults, or of right scripts"
+    )
+    parser.add_argument(
+        "--right", action="store_true", help="prove the further right scripts instead"
+    )
     parser.add_argument("--table", type=Path, help="file to write the table to")
     options = parser.parse_args()
     if options.right:

@@ -118,7 +118,9 @@ def _wait(pids: list[int], directory: Path, lines: int | None) -> None:
             )
         time.sleep(0.002)
     if failed:
-        raise RankFailed(f"Expected the ranks to end with 0. Received:\n{_output(directory, failed[0]).read_text()}")
+        raise RankFailed(
+            f"Expected the ranks to end with 0. Received:\n{_output(directory, failed[0]).read_text()}"
+        )
 
 
 def _output(directory: Path, rank: int) -> Path:

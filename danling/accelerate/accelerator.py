@@ -94,7 +94,10 @@ def read_settings(
     if section:
         accelerator = import_module("accelerate").Accelerator
         cluster = import_module("accelerate.commands.config.config_args").ClusterConfig
-        known = {*inspect.signature(accelerator).parameters, *(field.name for field in fields(cluster))}
+        known = {
+            *inspect.signature(accelerator).parameters,
+            *(field.name for field in fields(cluster)),
+        }
         for name in section:
             if name not in known:
                 raise ValueError(
@@ -102,9 +105,16 @@ def read_settings(
                     f"accelerate.{name}.{did_you_mean(name, known)}"
                 )
     asked = {f"accelerate.{name}": value for name, value in section.items()}
-    asked |= {name: environment.get(name) for name in (f"ACCELERATE_{variable}" for variable in _VARIABLES)}
+    asked |= {
+        name: environment.get(name)
+        for name in (f"ACCELERATE_{variable}" for variable in _VARIABLES)
+    }
     for name, value in asked.items():
-        kind = str(value) if name == "accelerate.distributed_type" else name.partition("accelerate.")[2] or name
+        kind = (
+            str(value)
+            if name == "accelerate.distributed_type"
+            else name.partition("accelerate.")[2] or name
+        )
         if _asks(value) and _fix(kind) is not None:
             raise _decided(f"{name}={value!r}", kind)
     modes = {
@@ -114,7 +124,9 @@ def read_settings(
     given = {name: str(value).lower() for name, value in modes.items() if _asks(value)}
     for name, asked_mode in given.items():
         if asked_mode not in ("fp16", "bf16", "fp8"):
-            raise ValueError(f"Expected {name} to be 'no', 'fp16', 'bf16' or 'fp8'. Received: {asked_mode!r}.")
+            raise ValueError(
+                f"Expected {name} to be 'no', 'fp16', 'bf16' or 'fp8'. Received: {asked_mode!r}."
+            )
     if precision is not None:
         given = {"precision": precision, **given}
     if len(set(given.values())) > 1:
@@ -125,12 +137,19 @@ def read_settings(
     return AccelerateSettings(
         precision=None if mode == "fp8" else cast("AutocastPrecision | None", mode),
         fp8=mode == "fp8",
-        cpu=any(map(_asks, (section.get("cpu"), section.get("use_cpu"), environment.get("ACCELERATE_USE_CPU")))),
+        cpu=any(
+            map(
+                _asks,
+                (section.get("cpu"), section.get("use_cpu"), environment.get("ACCELERATE_USE_CPU")),
+            )
+        ),
         num_processes=None if processes in (None, -1) else int(str(processes)),
     )
 
 
-def check_launch(settings: AccelerateSettings, environment: Mapping[str, str], *, world_size: int) -> None:
+def check_launch(
+    settings: AccelerateSettings, environment: Mapping[str, str], *, world_size: int
+) -> None:
     """Refuse a start with another number of processes than was asked for; no process has joined a group yet.
 
     `accelerate launch --cpu --num_processes 2` starts one process without an error. Only the address of the others in its environment
@@ -156,7 +175,11 @@ def check_launch(settings: AccelerateSettings, environment: Mapping[str, str], *
 
 
 def _asks(value: object) -> bool:
-    return value if isinstance(value, bool) else value is not None and str(value).lower() not in _NEUTRAL
+    return (
+        value
+        if isinstance(value, bool)
+        else value is not None and str(value).lower() not in _NEUTRAL
+    )
 
 
 def _fix(name: str) -> str | None:
@@ -181,7 +204,9 @@ def import_accelerate() -> Any:
     return import_module("accelerate")
 
 
-def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, more: Mapping[str, Any]) -> Any:
+def open_accelerator(
+    settings: AccelerateSettings, launch: LaunchEnvironment, more: Mapping[str, Any]
+) -> Any:
     """Return an accelerator with the rank and the device of this process. Call on all ranks, after the process group was joined."""
     global _users
     accelerate = import_accelerate()
@@ -199,7 +224,11 @@ def open_accelerator(settings: AccelerateSettings, launch: LaunchEnvironment, mo
         if _fix(name) is not None:
             raise _decided(f"{name} from accelerate_kwargs", name)
     # Also under a launcher one process is one process to Accelerate, which would make a group of it that nothing leaves.
-    hidden = {} if launch.world_size > 1 else {name: os.environ[name] for name in ("LOCAL_RANK",) if name in os.environ}
+    hidden = (
+        {}
+        if launch.world_size > 1
+        else {name: os.environ[name] for name in ("LOCAL_RANK",) if name in os.environ}
+    )
     for name in hidden:
         del os.environ[name]
     try:
@@ -267,7 +296,11 @@ class WrapperOptions:
 
     def __init__(self, options: Mapping[str, object], given: Any = None) -> None:
         # Accelerate names the device itself.
-        self.options = {name: value for name, value in options.items() if name not in ("device_ids", "output_device")}
+        self.options = {
+            name: value
+            for name, value in options.items()
+            if name not in ("device_ids", "output_device")
+        }
         self.given = given
 
     def to_kwargs(self) -> dict[str, Any]:
@@ -301,12 +334,18 @@ class AcceleratePreparation(ModelPreparation):
         self._optimizer = optimizer
         self._is_bound = True
 
-    def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False
+    ) -> nn.Module:
         """Return the model as Accelerate prepares it, together with the optimizer; see `ModelPreparation.wrap`."""
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if not self._is_bound or (self.world.size > 1 and not trains):
             return model
-        asked = self.wrapper_options(options, reduces_later=reduces_later) if self.world.size > 1 else {}
+        asked = (
+            self.wrapper_options(options, reduces_later=reduces_later)
+            if self.world.size > 1
+            else {}
+        )
         self.accelerator.ddp_handler = WrapperOptions(asked, self._given_handler)
         if self._stepped is not None:
             # It would keep a reference to every model that was ever wrapped.

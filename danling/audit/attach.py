@@ -61,7 +61,10 @@ class Audits:
         self.recorder = None if section.gradients.dir is None else LayoutRecorder(runner)
         if section.replay_interval is None:
             return
-        if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
+        if (
+            not torch.are_deterministic_algorithms_enabled()
+            or torch.is_deterministic_algorithms_warn_only_enabled()
+        ):
             raise ValueError(
                 "Expected deterministic=true with audit.replay_interval: other kernels may give other bits each time, which would look "
                 "like a fault. Received: deterministic=False. Set it."
@@ -81,8 +84,14 @@ class Audits:
 
     def observe(self) -> None:
         """Add what observes the run. Called once, before it trains."""
-        until = None if self._section.until is None else Until(self.runner, self._session, self._section.until)
-        self.runner.observers.extend(each for each in (self.recorder, self.digests, until) if each is not None)
+        until = (
+            None
+            if self._section.until is None
+            else Until(self.runner, self._session, self._section.until)
+        )
+        self.runner.observers.extend(
+            each for each in (self.recorder, self.digests, until) if each is not None
+        )
         if self._section.quick is not None:
             quick = QuickRun(self.runner, self._session, self._section.quick)
             self.runner.observers.append(quick)
@@ -131,7 +140,10 @@ class UpdateReplay:
         runner, settings = self._runner, self._runner.config.audit
         is_new = runner.model is not self._known_model or runner.window.is_first
         self._known_model = runner.model
-        is_due = self._is_owed or (runner.state.train.global_step + 1) % int(settings.replay_interval or 1) == 0
+        is_due = (
+            self._is_owed
+            or (runner.state.train.global_step + 1) % int(settings.replay_interval or 1) == 0
+        )
         self._is_owed = is_due and is_new
         if not is_due or is_new:
             return self._inner(source, batches, consumed)
@@ -149,7 +161,9 @@ class UpdateReplay:
                 raise self._error(first, second, third)
         return True
 
-    def _again(self, take_back: Callable[[], None], source: BatchSource, consumed: list[Batch]) -> dict[str, int]:
+    def _again(
+        self, take_back: Callable[[], None], source: BatchSource, consumed: list[Batch]
+    ) -> dict[str, int]:
         take_back()
         self._inner(source, iter(consumed), [])
         return self._digests()
@@ -161,19 +175,30 @@ class UpdateReplay:
             f"{kind} of micro-batches": torch.as_tensor(value, dtype=torch.float64)
             for kind, value in (("the losses", window.loss), ("the weights", window.weight))
         }
-        named |= {f"buffer {name!r}": buffer for name, buffer in runner.unwrapped_model.named_buffers()}
-        named |= {f"the gradient of {name!r}": gradient for name, gradient in runner.reduction.named_gradients()}
+        named |= {
+            f"buffer {name!r}": buffer for name, buffer in runner.unwrapped_model.named_buffers()
+        }
+        named |= {
+            f"the gradient of {name!r}": gradient
+            for name, gradient in runner.reduction.named_gradients()
+        }
         digests = [self._hasher.digest_held(tensor).to(runner.device) for tensor in named.values()]
         return dict(zip(named, torch.stack(digests).tolist()))
 
-    def _error(self, first: dict[str, int], second: dict[str, int], third: dict[str, int]) -> ReplayMismatchError:
+    def _error(
+        self, first: dict[str, int], second: dict[str, int], third: dict[str, int]
+    ) -> ReplayMismatchError:
         """Return the error that names the ranks and the first tensors. Called on all ranks."""
         names = [name for name in first if second.get(name) != first[name]]
         answers = self._runner.placement.optimizer.gather_objects(
             (names, third in (first, second), socket.gethostname())
         )
         # A gradient that is reduced over ranks differs on all of them; a loss only where the fault is.
-        own = [rank for rank, (found, *_) in enumerate(answers) if any("gradient" not in name for name in found)]
+        own = [
+            rank
+            for rank, (found, *_) in enumerate(answers)
+            if any("gradient" not in name for name in found)
+        ]
         ranks = own or [rank for rank, (found, *_) in enumerate(answers) if found]
         where = "; ".join(
             f"rank {rank} on {self._runner.device.type} of {answers[rank][2]}: {' and '.join(answers[rank][0][:3])}"
@@ -201,7 +226,9 @@ class Until(Observer):
 
     critical = True
 
-    def __init__(self, runner: TorchRunner, session: TrainingSession, target: Sequence[int]) -> None:
+    def __init__(
+        self, runner: TorchRunner, session: TrainingSession, target: Sequence[int]
+    ) -> None:
         self.target = tuple(target)
         self._runner = runner
         self._session = session

@@ -59,7 +59,9 @@ class DigestFile(JsonLines):
         self.write({**values, "total": f"{line.total:016x}", **digests})
 
 
-def read_digests(run: str | os.PathLike[str], problems: list[str] | None = None) -> dict[int, DigestLine]:
+def read_digests(
+    run: str | os.PathLike[str], problems: list[str] | None = None
+) -> dict[int, DigestLine]:
     """Return the digests of a run by step; empty where it has none."""
     file = Path(run, FILE)
     if not file.is_file():
@@ -81,7 +83,10 @@ def _line(record: Mapping[str, object]) -> DigestLine | None:
         }
         norm = record.get("grad_norm")
         return DigestLine(
-            int(str(record["step"])), float(str(record["loss"])), None if norm is None else float(str(norm)), digests
+            int(str(record["step"])),
+            float(str(record["loss"])),
+            None if norm is None else float(str(norm)),
+            digests,
         )
     except (KeyError, ValueError):
         return None
@@ -144,8 +149,13 @@ class DigestTable:
 
     def unpacked(self, sums: Sequence[float]) -> list[list[int]]:
         """Return the cells of each rank, as integers from 0 to 2^64 - 1."""
-        rows = [sums[2 * self.width * rank : 2 * self.width * (rank + 1)] for rank in range(self.size)]
-        return [[int(low) + _HALF * int(high) for low, high in zip(row, row[self.width :])] for row in rows]
+        rows = [
+            sums[2 * self.width * rank : 2 * self.width * (rank + 1)] for rank in range(self.size)
+        ]
+        return [
+            [int(low) + _HALF * int(high) for low, high in zip(row, row[self.width :])]
+            for row in rows
+        ]
 
     def totals(self, rows: Sequence[Sequence[int]]) -> dict[str, int]:
         """Return the digest of each column over all ranks, in which each part counts once; `samples` is one of them."""
@@ -167,7 +177,9 @@ class DigestTable:
                 if number < len(ranks):
                     usual = value if 2 * number > len(ranks) else values[ranks[0]]
                     odd = tuple(rank for rank in ranks if values[rank] != usual)
-                    return Drift(kind, column, odd, tuple(rank for rank in ranks if rank not in odd))
+                    return Drift(
+                        kind, column, odd, tuple(rank for rank in ranks if rank not in odd)
+                    )
         return None
 
 
@@ -198,16 +210,24 @@ def entries(runner: TorchRunner) -> Iterator[Entry]:
             grouped.add(id(parameter))
             name = names.get(id(parameter), f"group.{index}.{number}")
             yield Entry(f"weights.{index}", name, parameter, shared)
-            for key, value in sorted(state.get(parameter, {}).items(), key=lambda item: str(item[0])):
+            for key, value in sorted(
+                state.get(parameter, {}).items(), key=lambda item: str(item[0])
+            ):
                 for path, tensor in tensors(value, opened=to_inner_tensors):
-                    yield Entry(f"optimizer.{index}", dotted((f"{name}/{key}", *path)), tensor, shared)
+                    yield Entry(
+                        f"optimizer.{index}", dotted((f"{name}/{key}", *path)), tensor, shared
+                    )
     for name, parameter in named:
         if id(parameter) not in grouped:
             grouped.add(id(parameter))
             yield Entry("weights.rest", name, parameter)
-    buffers = {canonical_name(name): buffer for name, buffer in runner.unwrapped_model.named_buffers()}
+    buffers = {
+        canonical_name(name): buffer for name, buffer in runner.unwrapped_model.named_buffers()
+    }
     if isinstance(runner.criterion, nn.Module):
-        buffers |= {f"criterion.{name}": buffer for name, buffer in runner.criterion.named_buffers()}
+        buffers |= {
+            f"criterion.{name}": buffer for name, buffer in runner.criterion.named_buffers()
+        }
     for name, tensor in buffers.items():
         yield Entry("buffers", name, tensor)
     for name, tensor in runner.ema.weights.items() if runner.ema is not None else ():
@@ -264,7 +284,10 @@ class UpdateAudit(Observer):
 
     def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
         """Take in the samples of a micro-batch, where its update is digested. No communication."""
-        if self._runner.placement.counts_samples and (self._runner.state.train.global_step + 1) % self.every == 0:
+        if (
+            self._runner.placement.counts_samples
+            and (self._runner.state.train.global_step + 1) % self.every == 0
+        ):
             found = self._hasher.digest_samples(data)
             self._samples = found if self._samples is None else self._samples + found
 
@@ -281,7 +304,10 @@ class UpdateAudit(Observer):
 
     def _take(self, outcome: UpdateOutcome) -> _Taken:
         found, held_part = list(entries(self._runner)), self._runner.preparation.held_part
-        kinds = [held_part(entry.tensor) if entry.is_shared else (OWN, (self._domain.rank,)) for entry in found]
+        kinds = [
+            held_part(entry.tensor) if entry.is_shared else (OWN, (self._domain.rank,))
+            for entry in found
+        ]
         groups = {entry.column for entry in found if entry.column.startswith("weights.")}
         table = self._table
         if table is None or not groups <= self._groups:
@@ -289,23 +315,37 @@ class UpdateAudit(Observer):
             told = self._domain.gather_objects((groups, {OWN: (self._domain.rank,), **dict(kinds)}))
             self._groups = set().union(*(groups for groups, _ in told))
             numbered = sorted(self._groups, key=lambda name: (len(name), name))
-            states = [name.replace("weights.", "optimizer.", 1) for name in numbered if name != "weights.rest"]
-            table = self._table = DigestTable([*numbered, *states, "ema", *OF_EACH_RANK], [kinds for _, kinds in told])
+            states = [
+                name.replace("weights.", "optimizer.", 1)
+                for name in numbered
+                if name != "weights.rest"
+            ]
+            table = self._table = DigestTable(
+                [*numbered, *states, "ema", *OF_EACH_RANK], [kinds for _, kinds in told]
+            )
         tensors = [
-            (kind if kind in table.holders else OWN, entry.column, entry.name) for (kind, _), entry in zip(kinds, found)
+            (kind if kind in table.holders else OWN, entry.column, entry.name)
+            for (kind, _), entry in zip(kinds, found)
         ]
         digests = self._together([self._hasher.digest(entry.tensor) for entry in found])
         cells = torch.zeros(table.width, dtype=torch.int64, device=self._device)
         if found:
-            keys = [key_of(entry.name, str(entry.tensor.dtype), tuple(entry.tensor.shape)) for entry in found]
+            keys = [
+                key_of(entry.name, str(entry.tensor.dtype), tuple(entry.tensor.shape))
+                for entry in found
+            ]
             places = self._on_device([table.places[kind, column] for kind, column, _ in tensors])
             cells.index_add_(0, places, digests * self._on_device(keys))
         if self._samples is not None:
             cells[-1] = self._samples
         norm = outcome.grad_norm
         pair = [outcome.loss, 0.0 if norm is None else norm]
-        figures = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self._device).detach() for x in pair])
-        return _Taken(self._runner.state.train.global_step, cells, tensors, digests, figures, norm is not None)
+        figures = torch.stack(
+            [torch.as_tensor(x, dtype=torch.float64, device=self._device).detach() for x in pair]
+        )
+        return _Taken(
+            self._runner.state.train.global_step, cells, tensors, digests, figures, norm is not None
+        )
 
     def _together(self, values: Sequence[Tensor]) -> Tensor:
         """Return single digests as one tensor on the device; those of tensors in host memory, such as counts of steps, go there at once."""
@@ -357,7 +397,9 @@ class UpdateAudit(Observer):
             raise self._error(taken, drift)
         if self._domain.rank == 0:
             if self._file is None:
-                self._file = DigestFile(self._runner.workspace.digests_file, resume_step=self._began_at)
+                self._file = DigestFile(
+                    self._runner.workspace.digests_file, resume_step=self._began_at
+                )
                 self._closers.callback(self._file.close)
             # A column without tensors has no digest.
             totals = self._table.totals(rows)
@@ -367,14 +409,21 @@ class UpdateAudit(Observer):
     def _error(self, taken: _Taken, drift: Drift) -> ReplicaDriftError:
         """Return the error that names the ranks and the first tensor. Called on all ranks: they exchange the digests of single tensors."""
         found = zip(taken.tensors, taken.digests.tolist())
-        told = self._domain.gather_objects({t[2]: d for t, d in found if t[:2] == (drift.kind, drift.column)})
+        told = self._domain.gather_objects(
+            {t[2]: d for t, d in found if t[:2] == (drift.kind, drift.column)}
+        )
         right, wrong = told[drift.others[0]], told[drift.ranks[0]]
         known = {**right, **wrong}
         names = [name for name in known if wrong.get(name) != right.get(name)] or ["its kind"]
         ranks, others = (
-            f"rank {found[0]}" if len(found) == 1 else f"ranks {list(found)}" for found in (drift.ranks, drift.others)
+            f"rank {found[0]}" if len(found) == 1 else f"ranks {list(found)}"
+            for found in (drift.ranks, drift.others)
         )
-        unsure = " Two copies do not show which one is wrong." if len(drift.others) == len(drift.ranks) == 1 else ""
+        unsure = (
+            " Two copies do not show which one is wrong."
+            if len(drift.others) == len(drift.ranks) == 1
+            else ""
+        )
         return ReplicaDriftError(
             f"Expected equal values on ranks that have copies of a tensor after update {taken.step}. Received: {ranks} differs from "
             f"{others} in {names[0]!r} and {len(names) - 1} more of {len(known)} in {drift.column!r}.{unsure} No checkpoint of this "

@@ -44,7 +44,9 @@ class Divergence:
     def what(self) -> str:
         """What diverged: `data`, `loss`, `gradients`, `optimizer`, `weights`, or the name of the figure."""
         name = self.figure.removeprefix("train/")
-        return {"samples": "data", "loss": "loss", "grad_norm": "gradients"}.get(name, self.figure.partition(".")[0])
+        return {"samples": "data", "loss": "loss", "grad_norm": "gradients"}.get(
+            name, self.figure.partition(".")[0]
+        )
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,16 @@ class Comparison:
 def compare_runs(first: Run, second: Run) -> Comparison:
     """Return how two runs differ."""
     settings = config_differences([first, second], everything=True)
-    environments = [flatten(run.record.get("environment", {}), keeps_empty=True) for run in (first, second)]
+    environments = [
+        flatten(run.record.get("environment", {}), keeps_empty=True) for run in (first, second)
+    ]
     # Of packages, those that both have imported.
-    apart = {key for key in set(environments[0]) ^ set(environments[1]) if key.startswith("versions.")}
-    environments = [{key: value for key, value in each.items() if key not in apart} for each in environments]
+    apart = {
+        key for key in set(environments[0]) ^ set(environments[1]) if key.startswith("versions.")
+    }
+    environments = [
+        {key: value for key, value in each.items() if key not in apart} for each in environments
+    ]
     has_environment = all(environments)
     digests = read_digests(first.path, first.problems), read_digests(second.path, second.problems)
     pairs = {**_paired_digests(*digests), **_paired_metrics(first, second)}
@@ -95,14 +103,18 @@ def compare_runs(first: Run, second: Run) -> Comparison:
     )
 
 
-def compare_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> list[Divergence]:
+def compare_digests(
+    first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]
+) -> list[Divergence]:
     """Return where the digests of two runs diverge, the first one first."""
     return _divergences(_paired_digests(first, second))
 
 
 def _paired_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> Pairs:
     """Return the figures of digests; a column that one run leaves out has no tensors there, and is 0."""
-    columns = sorted({name for lines in (first, second) for line in lines.values() for name in line.digests})
+    columns = sorted(
+        {name for lines in (first, second) for line in lines.values() for name in line.digests}
+    )
     pairs: dict[str, dict[int, Pair]] = {}
     for step in sorted(first.keys() & second.keys()):
         one, other = first[step], second[step]
@@ -167,4 +179,6 @@ def _same(first: object, second: object) -> bool:
 
 def _differences(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Pair]:
     keys = sorted(first.keys() | second.keys())
-    return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
+    return {
+        key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)
+    }

@@ -56,7 +56,9 @@ class Hasher:
         """
         parts = _parts(tensor)
         if parts:
-            return torch.stack([self.digest(part) * key_of(number) for number, part in enumerate(parts)]).sum()
+            return torch.stack(
+                [self.digest(part) * key_of(number) for number, part in enumerate(parts)]
+            ).sum()
         shape, offset = tuple(tensor.shape), self.offset(tensor)
         local = _stored(local_part(tensor.detach()))
         if local.device != self.device:
@@ -91,7 +93,9 @@ class Hasher:
         length = len(bits) - len(bits) % number if bits.storage_offset() % number == 0 else 0
         total = self._of_vector(bits[:length].view(torch.int64), 0)
         if length < len(bits):
-            total = total + self._of_vector(bits[length:].view(_BITS[bits.element_size()]), 0) * _signed(_GOLDEN)
+            total = total + self._of_vector(
+                bits[length:].view(_BITS[bits.element_size()]), 0
+            ) * _signed(_GOLDEN)
         return total * keyed
 
     def _elsewhere(self, device: torch.device) -> Hasher:
@@ -107,7 +111,9 @@ class Hasher:
 
         known = tuple(tensor.shape), tensor.placements, id(tensor.device_mesh)
         if known not in self._places:
-            found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            found = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
             self._places[known] = tuple(found[1])
         return self._places[known]
 
@@ -118,7 +124,9 @@ class Hasher:
             return keys[: math.prod(whole)]
         return (
             keys.reshape(-1)[: math.prod(whole)]
-            .reshape(tuple(whole))[tuple(slice(start, start + length) for start, length in zip(offset, local))]
+            .reshape(tuple(whole))[
+                tuple(slice(start, start + length) for start, length in zip(offset, local))
+            ]
             .reshape(-1)
         )
 
@@ -130,7 +138,9 @@ class Hasher:
             row, column = divmod(start + done, _LONGEST_ROW)
             left = len(bits) - done
             whole = left // _LONGEST_ROW if column == 0 else 0
-            number, length = (whole, _LONGEST_ROW) if whole else (1, min(left, _LONGEST_ROW - column))
+            number, length = (
+                (whole, _LONGEST_ROW) if whole else (1, min(left, _LONGEST_ROW - column))
+            )
             piece = bits[done : done + number * length].reshape(number, length)
             rows = self._keys(True, row + number)[row : row + number]
             total = total + self._of_rows(piece, rows, self._keys(False, column + length)[column:])
@@ -187,8 +197,12 @@ class Hasher:
                 part = _stored(leaf).to(self.device)
                 part = torch.view_as_real(part) if part.is_complex() else part
                 bits = part.reshape(len(leaf), -1).view(_BITS[part.element_size()])
-                sums = self._row_sums(bits, self._keys(False, bits.shape[1])[: bits.shape[1]]) * key_of(name)
-                by_length[len(leaf)] = by_length[len(leaf)] + sums if len(leaf) in by_length else sums
+                sums = self._row_sums(
+                    bits, self._keys(False, bits.shape[1])[: bits.shape[1]]
+                ) * key_of(name)
+                by_length[len(leaf)] = (
+                    by_length[len(leaf)] + sums if len(leaf) in by_length else sums
+                )
         for sums in by_length.values():
             total = total + mixed(sums).sum()
         return total

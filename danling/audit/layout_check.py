@@ -66,11 +66,20 @@ class Layout:
         """Read a layout such as `shard=2,tensor=2`, or `ddp=2`."""
         known = (*AXES, *_STACKS)
         words = [word.strip().partition("=") for word in text.split(",")]
-        degrees = {name: int(degree) for name, _, degree in words if name in known and degree.isdigit()}
+        degrees = {
+            name: int(degree) for name, _, degree in words if name in known and degree.isdigit()
+        }
         above = {name: degree for name, degree in degrees.items() if degree > 1}
         stacks = [name for name in degrees if name in _STACKS]
-        if len(degrees) < len(words) or 0 in degrees.values() or not above or (stacks and len(words) > 1):
-            unknown = "".join(did_you_mean(name, known) for name, _, _ in words if name not in known)
+        if (
+            len(degrees) < len(words)
+            or 0 in degrees.values()
+            or not above
+            or (stacks and len(words) > 1)
+        ):
+            unknown = "".join(
+                did_you_mean(name, known) for name, _, _ in words if name not in known
+            )
             raise ValueError(
                 "Expected a layout of several processes: axes and their degrees, each axis once, such as shard=2,tensor=2, of "
                 f"{', '.join(AXES)}; or ddp=2, or accelerate=2. Received: {text!r}.{unknown}"
@@ -90,7 +99,9 @@ class Layout:
     @property
     def replicas(self) -> int:
         """Number of ranks that read different samples."""
-        return math.prod(degree for axis, degree in self.degrees.items() if axis in axes_with(reads_data=True))
+        return math.prod(
+            degree for axis, degree in self.degrees.items() if axis in axes_with(reads_data=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,9 @@ def finding_lines(what: str, found: Sequence[Finding], parameters: int) -> Itera
         return
     yield f"{len(found)} of {parameters} {what} differ"
     rows = [[e.name, e.one, e.layout, e.error, e.ratio, e.axis, e.what] for e in found[:_SHOWN]]
-    yield from table_lines(("parameter", "one process", "layout", "error", "ratio", "axis", "what differs"), rows)
+    yield from table_lines(
+        ("parameter", "one process", "layout", "error", "ratio", "axis", "what differs"), rows
+    )
     if len(found) > _SHOWN:
         yield f"... and {len(found) - _SHOWN} more; --json lists all"
 
@@ -222,7 +235,9 @@ def check_layout(
     """Have a program make its first updates in one process and on a layout, and compare them."""
     options = options or CheckOptions()
     words = [os.path.basename(word) for word in command[:3]]
-    if words and (words[0] in ("torchrun", "deepspeed", "accelerate") or "torch.distributed.run" in words):
+    if words and (
+        words[0] in ("torchrun", "deepspeed", "accelerate") or "torch.distributed.run" in words
+    ):
         raise ValueError(
             f"Expected a program as it is started for one process: the processes of the layout are started here. Received: "
             f"{' '.join(command[:3])}. Write `-- python train.py`."
@@ -252,7 +267,9 @@ def recording_settings(
     directory = directory_of(root, alone=alone, is_reversed=is_reversed)
     samples = options.batch
     if layout.stack == "parallel":
-        axes = {f"parallel.axes.{axis}": 1 if alone else layout.degrees.get(axis, 1) for axis in AXES}
+        axes = {
+            f"parallel.axes.{axis}": 1 if alone else layout.degrees.get(axis, 1) for axis in AXES
+        }
         stack: dict[str, object] = {"stack": "parallel", "fsdp.enabled": False, **axes}
     else:
         stack = {"stack": "ddp" if alone else layout.stack}
@@ -273,14 +290,20 @@ def recording_settings(
         "audit.replay_interval": None,
         "audit.gradients.dir": os.fspath(directory),
         "audit.gradients.updates": options.updates,
-        "audit.gradients.weights": None if alone else os.fspath(directory_of(root, alone=True) / WEIGHTS),
+        "audit.gradients.weights": None
+        if alone
+        else os.fspath(directory_of(root, alone=True) / WEIGHTS),
         "audit.gradients.dtype": options.dtype,
         "audit.gradients.samples": samples,
         "audit.gradients.reversed": is_reversed,
         # The micro-batches of a pipeline have to be of one size.
         "audit.gradients.replicas": 1 if "pipeline" in layout.degrees else layout.replicas,
     }
-    return settings if options.dtype is None else {**settings, "precision": None, "fsdp.mp_policy": None}
+    return (
+        settings
+        if options.dtype is None
+        else {**settings, "precision": None, "fsdp.mp_policy": None}
+    )
 
 
 def _train(
@@ -293,10 +316,15 @@ def _train(
     is_reversed: bool = False,
 ) -> None:
     """Have the program record its first updates."""
-    number, directory = 1 if alone else layout.processes, directory_of(root, alone=alone, is_reversed=is_reversed)
+    number, directory = (
+        1 if alone else layout.processes,
+        directory_of(root, alone=alone, is_reversed=is_reversed),
+    )
     directory.mkdir(parents=True)
     where = (
-        "1 of 2: the program makes its first updates in one process" if alone else f"2 of 2: it makes them on {layout}"
+        "1 of 2: the program makes its first updates in one process"
+        if alone
+        else f"2 of 2: it makes them on {layout}"
     )
     if is_reversed:
         where = "since they differ: it makes them again in one process, with the samples in reverse order"
@@ -308,7 +336,11 @@ def _train(
         while not all(end_file(directory, rank).exists() for rank in range(number)):
             codes = [process.poll() for process in processes]
             # One that has ended well without having recorded all: the others wait for it, and fail later.
-            ended = [r for r, code in enumerate(codes) if code is not None and not end_file(directory, r).exists()]
+            ended = [
+                r
+                for r, code in enumerate(codes)
+                if code is not None and not end_file(directory, r).exists()
+            ]
             if ended:
                 rank = next((rank for rank in ended if codes[rank]), ended[0])
                 raise _failed(directory, rank, f"exit code {codes[rank]}", alone, options)
@@ -319,7 +351,11 @@ def _train(
 
 @contextmanager
 def _started(
-    command: Sequence[str], settings: Mapping[str, object], directory: Path, number: int, on_devices: bool
+    command: Sequence[str],
+    settings: Mapping[str, object],
+    directory: Path,
+    number: int,
+    on_devices: bool,
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes of a layout; on exit those that still run are ended."""
     environment: dict[str, str] = {}
@@ -344,10 +380,15 @@ def _started(
 
 
 def _failed(directory: Path, rank: int, how: str, alone: bool, options: CheckOptions) -> NotChecked:
-    done = next(number - 1 for number in count(1) if not record_file(directory, rank, number).exists())
+    done = next(
+        number - 1 for number in count(1) if not record_file(directory, rank, number).exists()
+    )
     tail = ProgramEnd(None, directory / f"output-{rank}.log").tail.strip()
     # Where the ranks were that waited for each other, a line for each.
-    hangs = [f.read_text(errors="replace").partition("\n")[0] for f in sorted((directory / "run/hangs").glob("*.txt"))]
+    hangs = [
+        f.read_text(errors="replace").partition("\n")[0]
+        for f in sorted((directory / "run/hangs").glob("*.txt"))
+    ]
     waited = "\n".join(["\nBefore, no update came to its end:", *hangs]) if hangs else ""
     fix = (
         "It has to train in one process for so many updates: take a smaller model by its own arguments, or fewer --updates."
@@ -421,8 +462,12 @@ def compare_update(
     relative = (4 * eps if is_coarse else eps**0.5) if tolerance is None else tolerance
     # A share of the whole norm would hide a parameter that gets no gradient.
     floor = 32 * (torch.finfo(torch.float32).eps if is_coarse else eps)
-    names = list(dict.fromkeys([*wanted.gradients, *(name for record in made for name in record.gradients)]))
-    rounding = _roundings(relative, floor * wanted.norm, wanted.gradients, other.gradients if other else {})
+    names = list(
+        dict.fromkeys([*wanted.gradients, *(name for record in made for name in record.gradients)])
+    )
+    rounding = _roundings(
+        relative, floor * wanted.norm, wanted.gradients, other.gradients if other else {}
+    )
     parts = [(record.coordinate, record.gradients) for record in made]
     gradients = _findings(names, wanted.gradients, parts, layout.degrees, rounding)
     weights: list[Finding] = []
@@ -449,7 +494,12 @@ def compare_update(
         if len({record.before[name] for record in made if name in record.before}) == 1
     ]
     layer = _first_layer(wanted, made, layout, relative) if differs else None
-    undecided = differs and same_weight and not same_loss and any(record.draws for record in (wanted, *made))
+    undecided = (
+        differs
+        and same_weight
+        and not same_loss
+        and any(record.draws for record in (wanted, *made))
+    )
     summary = None
     if moved:
         shown = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
@@ -488,20 +538,31 @@ def compare_update(
     )
 
 
-def _first_layer(wanted: Record, made: Sequence[Record], layout: Layout, relative: float) -> str | None:
+def _first_layer(
+    wanted: Record, made: Sequence[Record], layout: Layout, relative: float
+) -> str | None:
     """Return the first module whose output differs by its sums over the ranks; along an axis that reads the same samples, ranks may
     have parts of it or copies.
     """
     others = [axis for axis in layout.degrees if axis not in axes_with(reads_data=True)]
     for name, (total, squares) in wanted.outputs.items():
-        held = [(record.coordinate, record.outputs[name]) for record in made if name in record.outputs]
+        held = [
+            (record.coordinate, record.outputs[name]) for record in made if name in record.outputs
+        ]
         near = max(relative, 1e-7) * max(math.sqrt(squares), abs(total), 1e-30)
         matches = not held
         for way in product((False, True), repeat=len(others)):
             copied = [axis for axis, has_copies in zip(others, way) if has_copies]
-            firsts = [sums for coordinate, sums in held if all(coordinate.get(axis, 0) == 0 for axis in copied)]
+            firsts = [
+                sums
+                for coordinate, sums in held
+                if all(coordinate.get(axis, 0) == 0 for axis in copied)
+            ]
             found, found_squares = (math.fsum(sums[index] for sums in firsts) for index in (0, 1))
-            matches |= abs(found - total) <= near and abs(math.sqrt(found_squares) - math.sqrt(squares)) <= near
+            matches |= (
+                abs(found - total) <= near
+                and abs(math.sqrt(found_squares) - math.sqrt(squares)) <= near
+            )
         if not matches:
             return name or "the model itself"
     return None
@@ -528,7 +589,9 @@ def _roundings(
         if name not in wanted or name not in other:
             return Rounding(relative, absolute)
         noise = _error(wanted[name].tensor.double(), other[name].tensor.double())
-        return Rounding(relative, max(absolute, _NOISE * noise) if math.isfinite(noise) else absolute)
+        return Rounding(
+            relative, max(absolute, _NOISE * noise) if math.isfinite(noise) else absolute
+        )
 
     return of
 
@@ -544,7 +607,11 @@ def _findings(
     found = []
     for name in names:
         held = [(coordinate, parts[name]) for coordinate, parts in made if name in parts]
-        found.append(compare(name, wanted[name].tensor if name in wanted else None, held, degrees, rounding(name)))
+        found.append(
+            compare(
+                name, wanted[name].tensor if name in wanted else None, held, degrees, rounding(name)
+            )
+        )
     return [each for each in found if each is not None]
 
 
@@ -561,21 +628,30 @@ def compare(
         largest = max((float(part.tensor.double().norm()) for _, part in held), default=None)
         where = "in one process" if one is None else "on the layout"
         nothing = rounding.covers(norm or largest or 0.0, 0.0)
-        return None if nothing else Finding(name, f"no parameter of this name {where}", norm, largest)
+        return (
+            None if nothing else Finding(name, f"no parameter of this name {where}", norm, largest)
+        )
     if held[0][1].shape != tuple(one.shape):
         shape = list(held[0][1].shape)
-        return Finding(name, f"shape {shape} on the layout, {list(one.shape)} in one process", norm, None)
+        return Finding(
+            name, f"shape {shape} on the layout, {list(one.shape)} in one process", norm, None
+        )
     copies: dict[tuple[int, ...], list[tuple[Mapping[str, int], Tensor]]] = {}
     targets: dict[tuple[int, ...], Tensor] = {}
     for coordinate, part in held:
         if part.tensor.numel():
             copies.setdefault(part.offset, []).append((coordinate, part.tensor.double()))
             targets[part.offset] = part.of(one).double()
-    error = math.hypot(*(max(_error(value, targets[at]) for _, value in ranks) for at, ranks in copies.items()))
+    error = math.hypot(
+        *(max(_error(value, targets[at]) for _, value in ranks) for at, ranks in copies.items())
+    )
     if rounding.covers(error, norm):
         return None
     pairs = [(ranks[0][1], targets[at]) for at, ranks in copies.items()]
-    layout, share = math.hypot(*(float(value.norm()) for value, _ in pairs)), error / norm if norm else math.inf
+    layout, share = (
+        math.hypot(*(float(value.norm()) for value, _ in pairs)),
+        error / norm if norm else math.inf,
+    )
     if not math.isfinite(error):
         return Finding(name, "not finite", norm, layout, share)
     differing = set()
@@ -589,9 +665,15 @@ def compare(
         return Finding(name, f"differs between ranks of {over}", norm, layout, share, axis=over)
     ratio = sum(float((value * target).sum()) for value, target in pairs) / norm**2 if norm else 0.0
     near = max(_FITS, rounding.relative)
-    if norm and all(_error(v, ratio * t) <= max(near * float(t.norm()), rounding.absolute) for v, t in pairs):
+    if norm and all(
+        _error(v, ratio * t) <= max(near * float(t.norm()), rounding.absolute) for v, t in pairs
+    ):
         ratio = 0.0 if abs(ratio) < _FITS else ratio
-        axes = [axis for axis, n in degrees.items() if abs(ratio / n - 1) < _FITS or abs(ratio * n - 1) < _FITS]
+        axes = [
+            axis
+            for axis, n in degrees.items()
+            if abs(ratio / n - 1) < _FITS or abs(ratio * n - 1) < _FITS
+        ]
         what = f"{ratio:.6g} times that of one process"
         return Finding(name, what, norm, layout, share, ratio, " or ".join(axes) or None)
     return Finding(name, "other values, the same on all ranks with copies", norm, layout, share)

@@ -43,7 +43,12 @@ class Part(NamedTuple):
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the same part of a whole tensor of shape `self.shape`."""
-        return whole[tuple(slice(start, start + length) for start, length in zip(self.offset, self.tensor.shape))]
+        return whole[
+            tuple(
+                slice(start, start + length)
+                for start, length in zip(self.offset, self.tensor.shape)
+            )
+        ]
 
 
 @dataclass(frozen=True)
@@ -122,13 +127,24 @@ def divide_for_check(runner: BaseRunner, closers: ExitStack) -> DividedSettings:
         if divides_itself:
             if batch is None:
                 return settings
-            share = max((batch if samples is None else max(samples // accum_steps, 1)) // replicas, 1)
+            share = max(
+                (batch if samples is None else max(samples // accum_steps, 1)) // replicas, 1
+            )
             # The run on one process has no weights to begin with.
-            return {**settings, "batch_size": share * replicas if section.weights is None else share}
+            return {
+                **settings,
+                "batch_size": share * replicas if section.weights is None else share,
+            }
         if samples is None:
-            samples = max(settings.get("global_batch_size") or int(batch or 1) * accum_steps, replicas + 1)
+            samples = max(
+                settings.get("global_batch_size") or int(batch or 1) * accum_steps, replicas + 1
+            )
             samples -= samples % replicas == 0
-        kept = {name: value for name, value in settings.items() if name not in ("batch_size", "micro_batch_size")}
+        kept = {
+            name: value
+            for name, value in settings.items()
+            if name not in ("batch_size", "micro_batch_size")
+        }
         return {**kept, "global_batch_size": samples}
 
     return divided
@@ -141,7 +157,11 @@ class LayoutRecorder(Observer):
 
     def __init__(self, runner: TorchRunner) -> None:
         section = runner.config.audit.gradients
-        self._directory, self._updates, self._weights = Path(str(section.dir)), int(section.updates), section.weights
+        self._directory, self._updates, self._weights = (
+            Path(str(section.dir)),
+            int(section.updates),
+            section.weights,
+        )
         self._dtype = None if section.dtype is None else dtype_of(section.dtype)
         self._reversed = bool(section.reversed)
         self._runner = runner
@@ -168,7 +188,9 @@ class LayoutRecorder(Observer):
                 module._apply(self._cast)  # type: ignore[no-untyped-call]
         named = ((canonical_name(name), p) for name, p in model.named_parameters())
         self._whole = {name: _host(p) for name, p in named if not p.is_meta}
-        self._before = {name: int(self._hasher.digest(whole)) for name, whole in self._whole.items()}
+        self._before = {
+            name: int(self._hasher.digest(whole)) for name, whole in self._whole.items()
+        }
 
     def note_division(self) -> None:
         """Note which weights are other ones now that the model is divided, and forget the whole ones."""
@@ -191,7 +213,9 @@ class LayoutRecorder(Observer):
         if self._weights is None:
             states = [self._runner.model_state_dict()]
             states.append(criterion.state_dict() if isinstance(criterion, nn.Module) else {})
-            kept = [{k: _host(v) for k, v in state.items() if isinstance(v, Tensor)} for state in states]
+            kept = [
+                {k: _host(v) for k, v in state.items() if isinstance(v, Tensor)} for state in states
+            ]
             torch.save({"model": kept[0], "criterion": kept[1]}, self._directory / WEIGHTS)
             return
         found = torch.load(self._weights, weights_only=True)
@@ -221,7 +245,9 @@ class LayoutRecorder(Observer):
     def micro_batch_ended(self) -> None:
         """Note whether the micro-batch has drawn random numbers."""
         self._counts = False
-        self._draws |= any(not torch.equal(before, after) for before, after in zip(self._streams, _streams()))
+        self._draws |= any(
+            not torch.equal(before, after) for before, after in zip(self._streams, _streams())
+        )
 
     def _watch(self, name: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
@@ -248,7 +274,9 @@ class LayoutRecorder(Observer):
         """
         trained = [(name, p) for name, p in self._runner.named_parameters() if p.requires_grad]
         self._update = {
-            "gradients": {n: self._part(torch.zeros_like(p) if p.grad is None else p.grad) for n, p in trained},
+            "gradients": {
+                n: self._part(torch.zeros_like(p) if p.grad is None else p.grad) for n, p in trained
+            },
             "norm": float(norm),
             "digest": self._digest,
             "outputs": self._outputs,
@@ -264,9 +292,13 @@ class LayoutRecorder(Observer):
         weights = {name: self._part(parameter) for name, parameter in named}
         self._write(float(outcome.loss), float(outcome.weight), float(outcome.samples), weights)
 
-    def _write(self, loss: float, weight: float, samples: float, weights: Mapping[str, object]) -> None:
+    def _write(
+        self, loss: float, weight: float, samples: float, weights: Mapping[str, object]
+    ) -> None:
         runner, self._made = self._runner, self._made + 1
-        eps = [torch.finfo(p.dtype).eps for _, p in runner.named_parameters() if p.is_floating_point()]
+        eps = [
+            torch.finfo(p.dtype).eps for _, p in runner.named_parameters() if p.is_floating_point()
+        ]
         values = {
             **self._update,
             "coordinate": dict(runner.preparation.place()[0]),
@@ -289,7 +321,9 @@ class LayoutRecorder(Observer):
 
     def _cast(self, value: Any) -> Any:
         """Return a tensor in the dtype of the check, if it is floating; an object with `apply`, such as a batch of graphs, with its own."""
-        return _mapped(lambda tensor: tensor.to(self._dtype) if tensor.is_floating_point() else tensor, value)
+        return _mapped(
+            lambda tensor: tensor.to(self._dtype) if tensor.is_floating_point() else tensor, value
+        )
 
 
 def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -303,7 +337,11 @@ def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Mapping):
         return type(value)({key: tree_map(inner, item) for key, item in value.items()})  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):
-        return tree_map(inner, value) if type(value) in (list, tuple) else type(value)(tree_map(inner, list(value)))
+        return (
+            tree_map(inner, value)
+            if type(value) in (list, tuple)
+            else type(value)(tree_map(inner, list(value)))
+        )
     return value.apply(inner) if callable(getattr(value, "apply", None)) else value
 
 

@@ -36,7 +36,9 @@ def scratch_settings(directory: Path) -> dict[str, object]:
         "resume": None,
         "checkpoint.load_only": False,
         "checkpoint.remote.url": None,
-        **dict.fromkeys(("wandb.enabled", "mlflow.enabled", "trackio.enabled", "tensorboard"), False),
+        **dict.fromkeys(
+            ("wandb.enabled", "mlflow.enabled", "trackio.enabled", "tensorboard"), False
+        ),
     }
 
 
@@ -122,7 +124,8 @@ def rank_variables(number: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(number),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // number)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+        or str(max(1, (os.cpu_count() or 1) // number)),
         # Of a launcher that this process may have been started by.
         "TORCHELASTIC_RUN_ID": "",
         "TORCHELASTIC_ERROR_FILE": "",
@@ -158,7 +161,11 @@ def _children_of(pid: int) -> list[int]:
     try:
         threads = os.listdir(f"/proc/{pid}/task")
         return [
-            int(child) for each in threads for child in Path(f"/proc/{pid}/task/{each}/children").read_text().split()
+            int(child)
+            for each in threads
+            for child in Path(f"/proc/{pid}/task/{each}/children").read_text().split()
         ]
-    except OSError:  # it has ended, or this system has no /proc: then the process group is all that is known
+    except (
+        OSError
+    ):  # it has ended, or this system has no /proc: then the process group is all that is known
         return []

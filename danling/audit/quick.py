@@ -73,7 +73,9 @@ def try_quickly(command: Sequence[str], directory: Path, *, updates: int, timeou
     steps = []
     for number, what in enumerate(("trains and saves", "resumes, trains, evaluates and saves"), 1):
         announce(f"{number} of 2: the program {what}, with {updates} updates, within {timeout:g} s")
-        ended = run_program(command, {**settings, "auto_resume": number == 2}, log=log, timeout=timeout)
+        ended = run_program(
+            command, {**settings, "auto_resume": number == 2}, log=log, timeout=timeout
+        )
         has_saved = any((run / "checkpoints").glob("latest*"))
         steps.append(checkpoints_of(run)[-1].step if ended.code == 0 and has_saved else 0)
         if ended.code != 0 or not has_saved:

@@ -95,13 +95,21 @@ class AuditResult:
         shares: dict[str, float | None] = {}
         for found in self.differences:
             parts = found.path.split("/")
-            if parts[:2] == ["optimizer", "param_groups"] and _OF_IMPLEMENTATION.intersection(parts[2:]):
+            if parts[:2] == ["optimizer", "param_groups"] and _OF_IMPLEMENTATION.intersection(
+                parts[2:]
+            ):
                 continue
             if self.ranks[0] == self.ranks[1] or not f"{found.path}/".startswith(_OF_RANKS):
                 shares[found.path] = found.share
         shares |= self.comparison.shares
-        samples = [divergence.figure for divergence in self.comparison.divergences if divergence.figure == "samples"]
-        return samples + [name for name, share in shares.items() if share is None or not share <= tolerance]
+        samples = [
+            divergence.figure
+            for divergence in self.comparison.divergences
+            if divergence.figure == "samples"
+        ]
+        return samples + [
+            name for name, share in shares.items() if share is None or not share <= tolerance
+        ]
 
 
 # The stretch
@@ -118,11 +126,16 @@ def checkpoints_of(run: Path, *, is_ours: bool = False) -> list[Stored]:
             f"Expected a run that no process writes to. Received: {str(run)!r}, whose writer is running. Stop it, or wait for its end."
         )
     found: dict[tuple[int, int], Stored] = {}
-    for path in [*sorted((run / "checkpoints").glob("ckpt-*")), *sorted((run / "checkpoints").glob("latest*"))]:
+    for path in [
+        *sorted((run / "checkpoints").glob("ckpt-*")),
+        *sorted((run / "checkpoints").glob("latest*")),
+    ]:
         if path.suffix in ("", ".pth"):
             store, place = locate(path)
             record = store.record(place)
-            found.setdefault((record.step, record.epoch), Stored(path.absolute(), record.step, record.epoch))
+            found.setdefault(
+                (record.step, record.epoch), Stored(path.absolute(), record.step, record.epoch)
+            )
     if not found:
         raise FileNotFoundError(
             f"Expected checkpoints in {str(run / 'checkpoints')!r}. Received: none. Audit a run that has saved."
@@ -130,7 +143,9 @@ def checkpoints_of(run: Path, *, is_ours: bool = False) -> list[Stored]:
     return [found[position] for position in sorted(found)]
 
 
-def stretch_of(stored: Sequence[Stored], start: int | None, end: int | None) -> tuple[Stored | None, Stored]:
+def stretch_of(
+    stored: Sequence[Stored], start: int | None, end: int | None
+) -> tuple[Stored | None, Stored]:
     """Return the checkpoints between which a run is trained again."""
     by_step = {each.step: each for each in stored}
     for step in (end, start or None):
@@ -150,7 +165,9 @@ def stretch_of(stored: Sequence[Stored], start: int | None, end: int | None) -> 
 class Retraining:
     """A stretch of a run that is trained again in its own directory."""
 
-    def __init__(self, run: Path, scratch: Path, start: int | None, end: int | None, *, is_ours: bool = False) -> None:
+    def __init__(
+        self, run: Path, scratch: Path, start: int | None, end: int | None, *, is_ours: bool = False
+    ) -> None:
         self.run = run
         self.directory = scratch.absolute() / "run"
         self.start, self.end = stretch_of(checkpoints_of(run, is_ours=is_ours), start, end)
@@ -159,7 +176,8 @@ class Retraining:
             **scratch_settings(self.directory),
             "resume": None if self.start is None else os.fspath(self.start.path),
             "audit.until": [self.end.step, self.end.epoch],
-            "audit.digest_interval": config.get("audit.digest_interval") or (None if read_digests(run) else 1),
+            "audit.digest_interval": config.get("audit.digest_interval")
+            or (None if read_digests(run) else 1),
             "checkpoint.keep_latest_k": 0,
         }
         if config.get("seed") is not None:
@@ -188,7 +206,9 @@ class Retraining:
         ranks = [int(payload["state"]["elastic"]["world_size"]) for payload in payloads]
         comparison = compare_runs(Run(self.run, "stored"), Run(self.directory, "audited"))
         differences = differences_of(stored, trained)
-        return AuditResult(self.start, self.end, differences, comparison, (ranks[0], ranks[1]), failed)
+        return AuditResult(
+            self.start, self.end, differences, comparison, (ranks[0], ranks[1]), failed
+        )
 
 
 def audit_run(
@@ -207,9 +227,13 @@ def audit_run(
     again, log = Retraining(run, scratch, start, end), scratch / "output.log"
     first, last = 0 if again.start is None else again.start.step, again.end.step
     records = [record for record in Run(run, "stored").records if first <= record["step"] <= last]
-    times = [float(record["time"]) for record in records if isinstance(record.get("time"), (int, float))]
+    times = [
+        float(record["time"]) for record in records if isinstance(record.get("time"), (int, float))
+    ]
     took = f", which took the run {format_duration(max(times) - min(times))}" if times else ""
-    announce(f"1 of 2: the program trains updates {first + 1} to {last} again{took}; it prints to {log}")
+    announce(
+        f"1 of 2: the program trains updates {first + 1} to {last} again{took}; it prints to {log}"
+    )
     ended = run_program(command, again.settings, log=log, timeout=timeout)
     has_reached = again.reached() is not None
     if ended.code is None or not has_reached:
@@ -221,16 +245,25 @@ def audit_run(
         )
     announce(f"2 of 2: the checkpoint at update {last} is compared with the stored one")
     # What a program does after its training is not compared.
-    return again.result(f"exit code {ended.code}, after:\n{ended.tail}" if ended.code != 0 else None)
+    return again.result(
+        f"exit code {ended.code}, after:\n{ended.tail}" if ended.code != 0 else None
+    )
 
 
 def audit_runner(
-    runner: TorchRunner, start: int | None, end: int | None, scratch: str | Path | None, *, is_training: bool
+    runner: TorchRunner,
+    start: int | None,
+    end: int | None,
+    scratch: str | Path | None,
+    *,
+    is_training: bool,
 ) -> AuditResult:
     """Train a stretch of a runner's run again; see `TorchRunner.audit`."""
     world = runner.world
     if is_training:
-        raise ValueError("runner.audit() cannot be called during train(). Call it after train() returns.")
+        raise ValueError(
+            "runner.audit() cannot be called during train(). Call it after train() returns."
+        )
     runner.checkpoint_manager.wait()
     place = Path(scratch or world.on_first(lambda: tempfile.mkdtemp(prefix="danling-audit-")))
     try:
@@ -251,11 +284,15 @@ def audit_runner(
 
 # The contents of two checkpoints
 
-_NOT_COMPARED = frozenset({"runner", "format_version", "state/elastic", "state/attempts", "state/metrics_mark"})
+_NOT_COMPARED = frozenset(
+    {"runner", "format_version", "state/elastic", "state/attempts", "state/metrics_mark"}
+)
 """What says by whom and how a checkpoint was made, and how long its run's `metrics.jsonl` was."""
 _OF_RANKS = "state/train/weight_reference/"
 """Entries that a checkpoint has for each rank, which so differ where the number of ranks does."""
-_OF_IMPLEMENTATION = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+_OF_IMPLEMENTATION = frozenset(
+    {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
+)
 """How an optimizer computes and calls its parameters, which each layout does in its own way."""
 
 
@@ -265,19 +302,29 @@ def differences_of(stored: object, trained: object, path: str = "") -> list[Diff
         return []
     if isinstance(stored, Mapping) and isinstance(trained, Mapping):
         found = [
-            Difference(_below(path, key), None) for key in {**stored, **trained} if (key in stored) != (key in trained)
+            Difference(_below(path, key), None)
+            for key in {**stored, **trained}
+            if (key in stored) != (key in trained)
         ]
         for key in stored:
             if key in trained:
                 found += differences_of(stored[key], trained[key], _below(path, key))
         return [each for each in found if each.path not in _NOT_COMPARED]
-    if isinstance(stored, (list, tuple)) and isinstance(trained, (list, tuple)) and len(stored) == len(trained):
+    if (
+        isinstance(stored, (list, tuple))
+        and isinstance(trained, (list, tuple))
+        and len(stored) == len(trained)
+    ):
         pairs = enumerate(zip(stored, trained))
-        return [each for number, pair in pairs for each in differences_of(*pair, _below(path, number))]
+        return [
+            each for number, pair in pairs for each in differences_of(*pair, _below(path, number))
+        ]
     if isinstance(stored, Tensor) and isinstance(trained, Tensor):
         is_same = stored.dtype == trained.dtype and stored.shape == trained.shape
         # Bits, since zeros of two signs are equal, and NaNs are not.
-        is_same = is_same and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (stored, trained)))
+        is_same = is_same and torch.equal(
+            *(t.contiguous().reshape(-1).view(torch.uint8) for t in (stored, trained))
+        )
     else:
         is_same = bool(stored == trained or (stored != stored and trained != trained))
     return [] if is_same else [Difference(path, _share(stored, trained))]
@@ -290,7 +337,10 @@ def _below(path: str, key: object) -> str:
 def _share(first: Any, second: Any) -> float | None:
     """Return the norm of the difference as a share of that of the first value, in float64; see `Difference`."""
     if isinstance(first, float) and isinstance(second, (int, float)):
-        first, second = torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)
+        first, second = (
+            torch.tensor(first, dtype=torch.float64),
+            torch.tensor(second, dtype=torch.float64),
+        )
     both = (first, second)
     if not all(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in both):
         return None
@@ -298,5 +348,8 @@ def _share(first: Any, second: Any) -> float | None:
         return None
     kind = torch.complex128 if first.is_complex() or second.is_complex() else torch.float64
     before, after = (value.detach().to("cpu", kind) for value in both)
-    whole, apart = float(torch.linalg.vector_norm(before)), float(torch.linalg.vector_norm(after - before))
+    whole, apart = (
+        float(torch.linalg.vector_norm(before)),
+        float(torch.linalg.vector_norm(after - before)),
+    )
     return apart / whole if whole else float("inf") if apart else 0.0

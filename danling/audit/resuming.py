@@ -36,9 +36,7 @@ _LOST = (
     ": a resume lost something that the next updates need. Plain attributes of model, criterion, optimizer and their parts are not "
     "saved: give the module `get_extra_state` and `set_extra_state`, make it a buffer, or name the object that has it on the runner too"
 )
-_FAILS = (
-    "Fix that first. The program must run again in the same directory, and make one run: have its arguments select one."
-)
+_FAILS = "Fix that first. The program must run again in the same directory, and make one run: have its arguments select one."
 _LONGER_SECONDS = 3.0
 
 Leave = Callable[[subprocess.Popen[bytes]], None]
@@ -52,7 +50,9 @@ class ScriptFailed(ValueError):
 class ResumeCheck:
     """Starts a program, stops and kills it, resumes it, and compares."""
 
-    def __init__(self, command: Sequence[str], directory: Path, *, updates: int, timeout: float) -> None:
+    def __init__(
+        self, command: Sequence[str], directory: Path, *, updates: int, timeout: float
+    ) -> None:
         self.command = command
         self.directory = directory
         self.updates = updates
@@ -65,7 +65,9 @@ class ResumeCheck:
         parts = self.directory / "parts"
         updates = self.updates
         begin = time.monotonic()
-        announce(f"1 of 4: the program trains {4 * updates} updates without a break, within {self.timeout:g} s")
+        announce(
+            f"1 of 4: the program trains {4 * updates} updates without a break, within {self.timeout:g} s"
+        )
         # Longer than the other: a quick program makes more updates before a signal stops it.
         self._train(whole, 4 * updates, leave=kill_program, seconds=_LONGER_SECONDS)
         reference = read_digests(whole)
@@ -82,13 +84,19 @@ class ResumeCheck:
         )
         for number, (name, what, leave) in enumerate(phases, 2):
             seconds = (5 - number) * took
-            announce(f"{number} of 4: it {what} after {updates} updates; about {seconds:.0f} s are left at most")
+            announce(
+                f"{number} of 4: it {what} after {updates} updates; about {seconds:.0f} s are left at most"
+            )
             before, done = done, self._train(parts, done + updates, leave=leave, resumes=number > 2)
             # What was trained after the last checkpoint is trained again, and compared again.
             divergences = compare_digests(reference, read_digests(parts))
             if divergences:
                 fix = _BEGINNING if number == 2 else _LOST
-                yield name, "failed", f"{divergences[0].what} diverged first, at update {divergences[0].step}{fix}"
+                yield (
+                    name,
+                    "failed",
+                    f"{divergences[0].what} diverged first, at update {divergences[0].step}{fix}",
+                )
                 return
             compared = (
                 f"updates 1 to {done} of two starts",
@@ -101,7 +109,9 @@ class ResumeCheck:
             if number == 2 and not any((parts / "checkpoints").glob("latest*")):
                 raise self._failed("it saved no checkpoint when it was stopped by SIGTERM")
 
-    def _train(self, run: Path, updates: int, *, leave: Leave, resumes: bool = False, seconds: float = 0.0) -> int:
+    def _train(
+        self, run: Path, updates: int, *, leave: Leave, resumes: bool = False, seconds: float = 0.0
+    ) -> int:
         """Train until a run has so many updates and so many seconds have passed since the first; stop it and return how many it has."""
         settings = {**scratch_settings(run), "auto_resume": resumes, "audit.digest_interval": 1}
         process = start_program(self.command, settings, log=self._log)
@@ -120,7 +130,9 @@ class ResumeCheck:
                     if process.returncode == 0 and seconds and done:
                         return done
                     what = f"exit code {process.returncode} after {done} updates"
-                    raise self._failed(f"{what}, before it was stopped" if done else f"{what} of a runner")
+                    raise self._failed(
+                        f"{what}, before it was stopped" if done else f"{what} of a runner"
+                    )
                 if time.monotonic() > begin + self.timeout:
                     raise self._failed(f"{done} updates in {self.timeout:g} s")
                 time.sleep(_POLL_SECONDS)

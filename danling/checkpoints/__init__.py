@@ -8,7 +8,13 @@ from danling.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from .dcp import TorchDistributedCheckpointManager
-    from .errors import CheckpointDamaged, CheckpointDiskError, CheckpointError, CheckpointMismatch, CheckpointNotFound
+    from .errors import (
+        CheckpointDamaged,
+        CheckpointDiskError,
+        CheckpointError,
+        CheckpointMismatch,
+        CheckpointNotFound,
+    )
     from .exchange import export_weights, import_weights, read_model
     from .manager import CheckpointManager, CheckpointSettings, FileCheckpointManager
     from .reading import exclude, read_config

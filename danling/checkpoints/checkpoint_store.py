@@ -156,15 +156,21 @@ class CheckpointStore:
     def sweep(self, protected: set[int], *, run: str) -> None:
         """Remove what no name of a run leads to any more, except the saves with these sequences."""
 
-    def prune(self, *, run: str, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()) -> None:
+    def prune(
+        self, *, run: str, keep: int, resumed: Record | None, pending: frozenset[int] = frozenset()
+    ) -> None:
         """Remove the history of a run that retention gives up. What cannot be removed is tried again at the next save."""
         try:
             # Those of an abandoned branch count too: else they would stay for ever.
             records = [record for record in self.records(complete=True) if record.run == run]
         except OSError as error:
-            logger.warning("Could not see which checkpoints in %s are old: %s", self.directory, error)
+            logger.warning(
+                "Could not see which checkpoints in %s are old: %s", self.directory, error
+            )
             return
-        protected = {record.sequence for record in records if record.name in ("latest", "best")} | pending
+        protected = {
+            record.sequence for record in records if record.name in ("latest", "best")
+        } | pending
         if resumed is not None:
             protected.add(resumed.sequence)
         for name in to_delete(records, keep=keep, protected=protected):

@@ -73,7 +73,11 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         # Saves never overlap.
         self._buffers = SnapshotBuffers(most=1)
         self._process: WriterProcess | None = None
-        if self._background and self.settings.async_mode == "async_with_pinned_mem" and not self.settings.load_only:
+        if (
+            self._background
+            and self.settings.async_mode == "async_with_pinned_mem"
+            and not self.settings.load_only
+        ):
             # Now, and not at the first save: it takes seconds until it is ready, and where it cannot be started that is told at once.
             self._process = self.on_all(WriterProcess)
             self._buffers = SnapshotBuffers(shared=True, most=1)
@@ -101,7 +105,13 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
                 )
 
     def _save(
-        self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
+        self,
+        payload: Mapping[str, object],
+        names: list[str],
+        *,
+        epoch: int,
+        global_step: int,
+        ahead: bool = False,
     ) -> None:
         if self.settings.load_only:
             return
@@ -114,9 +124,13 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             return
         # A rank that cannot copy keeps all of them from writing, which takes all.
         copied, release = self.on_all(lambda: self._buffers.copy(payload))
-        self._executor.submit(partial(self._write, copied, record, names, ahead), reliable=True, release=release)
+        self._executor.submit(
+            partial(self._write, copied, record, names, ahead), reliable=True, release=release
+        )
 
-    def _write(self, payload: dict[str, object], record: Record, names: list[str], ahead: bool) -> None:
+    def _write(
+        self, payload: dict[str, object], record: Record, names: list[str], ahead: bool
+    ) -> None:
         """Write a target together with the other ranks; then, on rank 0, let the names lead to it and prune."""
         # Another process may have another working directory by then.
         path = self.store.path(record.name).absolute()
@@ -133,7 +147,11 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
                 if not all(self._exchange(self._process.is_ready)):
                     self._meetings += 1
                     # One that dies as it starts is told on all ranks: the others would wait for it.
-                    problems = [problem for problem in self._exchange(self._process.renew(__name__)) if problem]
+                    problems = [
+                        problem
+                        for problem in self._exchange(self._process.renew(__name__))
+                        if problem
+                    ]
                     if problems:
                         raise CheckpointError(problems[0])
                     self._process.join(self._meeting, self._meetings, rank=rank, size=size)
@@ -157,14 +175,20 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         """Return the tensors that the last save has written and that are unchanged on every rank."""
         target, earlier = self.store.path(before.target), before.sums
         try:
-            problems = find_problems(read_manifest(target / SUMS, f"{before.target}/{SUMS}"), target, "size")
+            problems = find_problems(
+                read_manifest(target / SUMS, f"{before.target}/{SUMS}"), target, "size"
+            )
         except (CheckpointError, OSError) as error:
             problems = [str(error)]
         # The contents are compared, so that a tensor that the evaluation has changed, such as a buffer, is saved again.
         sums = tensor_sums(payload)
         same = {name for name, value in sums.items() if not problems and earlier.get(name) == value}
         ranks = self._exchange((same, sums.keys() - same))
-        return frozenset().union(*(kept for kept, _ in ranks)).difference(*(changed for _, changed in ranks))
+        return (
+            frozenset()
+            .union(*(kept for kept, _ in ranks))
+            .difference(*(changed for _, changed in ranks))
+        )
 
     def _end(self, timeout: float | None) -> None:
         super()._end(timeout)
@@ -178,7 +202,11 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
 def _explained(error: CheckpointException, path: object) -> CheckpointError:
     """Return what went wrong on which ranks, as an error of the disk where it was nothing else."""
     failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-    kind = CheckpointDiskError if all(isinstance(found, OSError) for found in failures.values()) else CheckpointError
+    kind = (
+        CheckpointDiskError
+        if all(isinstance(found, OSError) for found in failures.values())
+        else CheckpointError
+    )
     texts = {}
     for rank, failure in failures.items():
         texts[rank] = str(failure) if isinstance(failure, CheckpointError) else repr(failure)

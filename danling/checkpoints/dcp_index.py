@@ -86,8 +86,12 @@ def nest(flat: Mapping[str, object], paths: Mapping[str, Place]) -> Any:
     for key, inner in below.items():
         leaves = [name for name, rest in inner.items() if not rest]
         if leaves and len(inner) > 1:
-            raise CheckpointDamaged(f"Expected one value at each path. Received: {leaves[0]}, and values below it.")
-        nested[key] = flat[leaves[0]] if leaves else nest({name: flat[name] for name in inner}, inner)
+            raise CheckpointDamaged(
+                f"Expected one value at each path. Received: {leaves[0]}, and values below it."
+            )
+        nested[key] = (
+            flat[leaves[0]] if leaves else nest({name: flat[name] for name in inner}, inner)
+        )
     if nested and all(type(key) is int for key in nested):
         return [nested[index] for index in sorted(nested)]
     return nested
@@ -116,7 +120,9 @@ def index_text(metadata: Metadata) -> str:
                 "path": path,
                 "dtype": str(about.properties.dtype).removeprefix("torch."),
                 "shape": list(about.size),
-                "chunks": [[list(c.offsets), list(c.sizes), *place(name, c.offsets)] for c in about.chunks],
+                "chunks": [
+                    [list(c.offsets), list(c.sizes), *place(name, c.offsets)] for c in about.chunks
+                ],
             }
         else:
             values[name] = {"path": path, "place": place(name)}
@@ -170,7 +176,9 @@ def _check_index(metadata: Metadata) -> None:
                 raise ValueError(f"a chunk of {name} is not within its shape {list(tensor.size)}")
             length = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)].length
             if math.prod(chunk.sizes) * tensor.properties.dtype.itemsize > length:
-                raise ValueError(f"a chunk of {name} has {length} bytes, fewer than its elements take")
+                raise ValueError(
+                    f"a chunk of {name} has {length} bytes, fewer than its elements take"
+                )
         # What no chunk covers would stay memory that nothing was read into.
         if not _tile(tensor.size, tensor.chunks):
             raise ValueError(f"the chunks of {name} do not make up its shape {list(tensor.size)}")
@@ -178,19 +186,25 @@ def _check_index(metadata: Metadata) -> None:
 
 def _tile(shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
     """Whether chunks within a tensor cover each element once: then their corners, with signs, are those of the whole."""
-    cut = [dim for dim, whole in enumerate(shape) if any(chunk.sizes[dim] != whole for chunk in chunks)]
+    cut = [
+        dim for dim, whole in enumerate(shape) if any(chunk.sizes[dim] != whole for chunk in chunks)
+    ]
     if 0 in shape or len(cut) > _MOST_CUTS:
         return 0 in shape
     boxes = [([(chunk.offsets[dim], chunk.sizes[dim]) for dim in cut], 1) for chunk in chunks]
     corners = Counter[tuple[int, ...]]()
     for box, sign in [*boxes, ([(0, shape[dim]) for dim in cut], -1)]:
         for corner in product(*([(start, 1), (start + size, -1)] for start, size in box)):
-            corners[tuple(place for place, _ in corner)] += sign * math.prod(factor for _, factor in corner)
+            corners[tuple(place for place, _ in corner)] += sign * math.prod(
+                factor for _, factor in corner
+            )
     return not any(corners.values())
 
 
 def _numbers(values: Any) -> torch.Size:
-    strange = next((value for value in values if type(value) is not int or not 0 <= value < 1 << 62), None)
+    strange = next(
+        (value for value in values if type(value) is not int or not 0 <= value < 1 << 62), None
+    )
     if strange is not None:
         raise TypeError(f"{strange!r} is no whole number from 0 to 2^62")
     return torch.Size(values)
@@ -209,7 +223,9 @@ def read_index(directory: Path, *, trust: bool = False) -> Metadata:
         try:
             metadata = parse_index(storage.read_text(path, limit=_LARGEST_INDEX))
         except (ValueError, RecursionError, MemoryError, OSError) as error:
-            raise CheckpointDamaged(f"Expected an index of a sharded checkpoint. Received: {path}: {error}") from error
+            raise CheckpointDamaged(
+                f"Expected an index of a sharded checkpoint. Received: {path}: {error}"
+            ) from error
     elif trust:
         try:
             metadata = parse_index(index_text(FileSystemReader(directory).read_metadata()))
@@ -224,7 +240,9 @@ def read_index(directory: Path, *, trust: bool = False) -> Metadata:
             "`.metadata` and so runs the code in it."
         )
     places = (metadata.storage_data or {}).values()
-    sizes = {place.relative_path: storage.size_of(directory / place.relative_path) for place in places}
+    sizes = {
+        place.relative_path: storage.size_of(directory / place.relative_path) for place in places
+    }
     # A read would wait for a pipe: files that are not regular count as missing.
     missing = sorted(file for file, size in sizes.items() if size is None)
     if missing:

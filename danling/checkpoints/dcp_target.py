@@ -17,8 +17,18 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -96,7 +106,9 @@ class TargetWriter(FileSystemWriter):
         named = super().prepare_global_plan(plans)
         if not self.taken_over:
             return named
-        prefixes = (_StoragePrefix(f"{self.record.sequence}__{rank}_") for rank in range(len(named)))
+        prefixes = (
+            _StoragePrefix(f"{self.record.sequence}__{rank}_") for rank in range(len(named))
+        )
         return [replace(plan, storage_data=prefix) for plan, prefix in zip(named, prefixes)]
 
     def write_data(self, plan: SavePlan, planner: TorchSavePlanner) -> Future[list[WriteResult]]:
@@ -107,7 +119,9 @@ class TargetWriter(FileSystemWriter):
             results = super().write_data(plan, planner).value()
             storage.sync_directory(Path(self.path))
             first = results[0]
-            hashed = HashedResult(first.index, first.size_in_bytes, first.storage_data, dict(self.fs.written))
+            hashed = HashedResult(
+                first.index, first.size_in_bytes, first.storage_data, dict(self.fs.written)
+            )
             results = [hashed, *results[1:]]
         future.set_result(results)
         return future
@@ -121,7 +135,10 @@ class TargetWriter(FileSystemWriter):
             results = [*results, kept]
         # Filled here: torch 2.11 fills a copy of the metadata, torch 2.13 the one that it is given.
         metadata = replace(
-            metadata, storage_data={result.index: result.storage_data for of_rank in results for result in of_rank}
+            metadata,
+            storage_data={
+                result.index: result.storage_data for of_rank in results for result in of_rank
+            },
         )
         super().finish(metadata, results)
         files[METADATA] = self.fs.written[f"{METADATA}.tmp"]
@@ -140,9 +157,15 @@ class TargetWriter(FileSystemWriter):
         source = path.parent / self.earlier
         names = self.taken_over
         manifest, other = read_manifest(source / SUMS, f"{self.earlier}/{SUMS}"), read_index(source)
-        assert metadata.planner_data is not None and other.planner_data is not None and other.storage_data is not None
+        assert (
+            metadata.planner_data is not None
+            and other.planner_data is not None
+            and other.storage_data is not None
+        )
         places = {index: place for index, place in other.storage_data.items() if index.fqn in names}
-        files = {place.relative_path: manifest.files[place.relative_path] for place in places.values()}
+        files = {
+            place.relative_path: manifest.files[place.relative_path] for place in places.values()
+        }
         for name in files:
             storage.link(source / name, path / name)
         entries = {name: other.state_dict_metadata[name] for name in names}
@@ -152,7 +175,11 @@ class TargetWriter(FileSystemWriter):
             state_dict_metadata={**metadata.state_dict_metadata, **entries},
             planner_data={**metadata.planner_data, **paths},
         )
-        return whole, [WriteResult(index, place.length, place) for index, place in places.items()], files
+        return (
+            whole,
+            [WriteResult(index, place.length, place) for index, place in places.items()],
+            files,
+        )
 
     def storage_meta(self) -> StorageMeta:
         """Return what `.metadata` says of this place: its name, not the path that it has on this machine."""
@@ -167,7 +194,10 @@ class SavePlanner(DefaultSavePlanner):
         self.left_out = left_out
 
     def set_up_planner(
-        self, state_dict: dict[str, object], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, object],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         self.state_dict, self.mappings = flatten(state_dict)
         for name in self.left_out & self.state_dict.keys():
@@ -184,13 +214,19 @@ class SavePlanner(DefaultSavePlanner):
         for plan in all_plans:
             values = {item.index for item in plan.items if item.type is WriteItemType.BYTE_IO}
             others = values & taken
-            plans.append(replace(plan, items=[item for item in plan.items if item.index not in others]))
+            plans.append(
+                replace(plan, items=[item for item in plan.items if item.index not in others])
+            )
             taken |= values
         return super().create_global_plan(plans)
 
 
 def save_target(
-    payload: dict[str, object], writer: TargetWriter, *, group: dist.ProcessGroup | None = None, alone: bool = False
+    payload: dict[str, object],
+    writer: TargetWriter,
+    *,
+    group: dist.ProcessGroup | None = None,
+    alone: bool = False,
 ) -> None:
     """Write a target. Call on all ranks of the group."""
     with quiet():
@@ -242,12 +278,16 @@ class LoadPlanner(DefaultLoadPlanner):
         name = read_item.dest_index.fqn
         problems = archive_complaints(value)
         if problems:
-            raise CheckpointDamaged(f"Expected a readable entry. Received: {name}: {'; '.join(problems)}")
+            raise CheckpointDamaged(
+                f"Expected a readable entry. Received: {name}: {'; '.join(problems)}"
+            )
         value.seek(0)
         try:
             self.state_dict[name] = torch.load(value, weights_only=True)
         except Exception as error:
-            raise CheckpointDamaged(f"Expected a readable entry. Received: {name}, {why_unreadable(error)}") from error
+            raise CheckpointDamaged(
+                f"Expected a readable entry. Received: {name}, {why_unreadable(error)}"
+            ) from error
 
 
 def read_target(
@@ -261,19 +301,25 @@ def read_target(
     metadata = read_index(path, trust=trust)
     wanted = None if sections is None else frozenset(sections)
     flat = destinations(metadata, template, wanted)
-    elsewhere = {name: value for name, value in flat.items() if isinstance(value, Tensor) and value.is_meta}
+    elsewhere = {
+        name: value for name, value in flat.items() if isinstance(value, Tensor) and value.is_meta
+    }
     flat = {name: value for name, value in flat.items() if name not in elsewhere}
     planner = LoadPlanner()
     if flat:
         try:
             with quiet():
-                load(flat, storage_reader=TargetReader(path, metadata), planner=planner, no_dist=True)
+                load(
+                    flat, storage_reader=TargetReader(path, metadata), planner=planner, no_dist=True
+                )
         except CheckpointException as error:
             reason = "; ".join(str(failure) for failure, _ in error.failures.values())
             raise CheckpointDamaged(
                 f"Expected a readable checkpoint. Received: {path}: {reason}. Use another checkpoint."
             ) from None
-    payload: dict[str, object] = nest({**(planner.state_dict if flat else {}), **elsewhere}, metadata.planner_data)
+    payload: dict[str, object] = nest(
+        {**(planner.state_dict if flat else {}), **elsewhere}, metadata.planner_data
+    )
     check_values(payload, path)
     return payload
 
@@ -293,7 +339,11 @@ def destinations(
         # The state of an optimizer is laid out as its parameter is: `optimizer.state.NAME.exp_avg` as `optimizer.state.NAME`.
         like = layouts.get(name, layouts.get(name.rpartition(".")[0]))
         dtype = entry.properties.dtype
-        if like is None and template is not None and _is_of_another_rank(metadata.planner_data[name], template):
+        if (
+            like is None
+            and template is not None
+            and _is_of_another_rank(metadata.planner_data[name], template)
+        ):
             found[name] = torch.empty(entry.size, dtype=dtype, device="meta")
         elif isinstance(like, Tensor) and is_sharded(like) and like.shape == entry.size:
             found[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
@@ -330,8 +380,17 @@ def read_outline(path: Path) -> Outline:
     outline = Outline("sharded", path, plain=without_tensors(plain))
     for name, about in sorted(read_index(path).state_dict_metadata.items()):
         if isinstance(about, TensorStorageMetadata):
-            dtype, size = about.properties.dtype, about.size.numel() * about.properties.dtype.itemsize
+            dtype, size = (
+                about.properties.dtype,
+                about.size.numel() * about.properties.dtype.itemsize,
+            )
             outline.entries.append(
-                Entry(name, str(dtype).removeprefix("torch."), tuple(about.size), size, len(about.chunks))
+                Entry(
+                    name,
+                    str(dtype).removeprefix("torch."),
+                    tuple(about.size),
+                    size,
+                    len(about.chunks),
+                )
             )
     return outline

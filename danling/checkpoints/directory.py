@@ -45,7 +45,9 @@ def advice_about(path: Path) -> str:
     return ""
 
 
-def stores_in(directory: Path, *, first: type[CheckpointStore] = FileStore) -> list[CheckpointStore]:
+def stores_in(
+    directory: Path, *, first: type[CheckpointStore] = FileStore
+) -> list[CheckpointStore]:
     """Return both kinds of stores of a directory: a run may go on with another kind of manager."""
     kinds: dict[type[CheckpointStore], None] = dict.fromkeys((first, FileStore, TargetStore))
     return [kind(directory) for kind in kinds]
@@ -173,7 +175,10 @@ class CheckpointDirectory:
             found = store.find(wanted)
             if found is not None:
                 return store, found
-        there = ", ".join(sorted({r.name for store in stores for r in store.records(complete=True)})) or "none"
+        there = (
+            ", ".join(sorted({r.name for store in stores for r in store.records(complete=True)}))
+            or "none"
+        )
         if sources is not None:
             raise CheckpointNotFound(
                 f"Expected a checkpoint at {source}. Received: none (in {stores[0].location} there are: {there}). Give the URL of one that "
@@ -194,8 +199,14 @@ class CheckpointDirectory:
         last = newest(record for record, _ in found)
         if last is None:
             return None
-        saves = [(r, s) for r, s in found if r.name != "model" and is_on_branch(r, last.branch, last.ancestors)]
-        for record, store in sorted(saves, key=lambda pair: (pair[0].sequence, pair[0].name == "latest"), reverse=True):
+        saves = [
+            (r, s)
+            for r, s in found
+            if r.name != "model" and is_on_branch(r, last.branch, last.ancestors)
+        ]
+        for record, store in sorted(
+            saves, key=lambda pair: (pair[0].sequence, pair[0].name == "latest"), reverse=True
+        ):
             # The names of one save have the same content.
             if (store, record.sequence) in self._unreadable:
                 continue
@@ -236,7 +247,9 @@ class CheckpointDirectory:
 
     def records(self, *, complete: bool = False) -> list[Found]:
         """Return the record of every checkpoint, with the store that has it."""
-        return [(record, store) for store in self.stores for record in store.records(complete=complete)]
+        return [
+            (record, store) for store in self.stores for record in store.records(complete=complete)
+        ]
 
     def _whole(self) -> list[CheckpointStore]:
         """Return the stores whose checkpoints every rank can read."""
@@ -296,11 +309,16 @@ class CheckpointDirectory:
         self.refuse_foreign(found)
         records = [record for record, _ in found]
         branch = next_branch(records, self.resumed)
-        abandoned = {r.sequence for r in records if not is_on_branch(r, branch.number, branch.ancestors)}
+        abandoned = {
+            r.sequence for r in records if not is_on_branch(r, branch.number, branch.ancestors)
+        }
         if abandoned:
             origin = f"from {self.resumed.name}" if self.resumed else "from scratch"
             logger.warning(
-                "Going on %s: %d saves in %s are no longer part of this run.", origin, len(abandoned), self.path
+                "Going on %s: %d saves in %s are no longer part of this run.",
+                origin,
+                len(abandoned),
+                self.path,
             )
         self._branch = branch
 
@@ -310,7 +328,10 @@ class CheckpointDirectory:
         self.stores[0].refuse_links()
         self._branch = branch = replace(self._branch, sequence=self._branch.sequence + 1)
         return [
-            Record(n, branch.sequence, branch.number, branch.ancestors, self.run_id, global_step, epoch) for n in names
+            Record(
+                n, branch.sequence, branch.number, branch.ancestors, self.run_id, global_step, epoch
+            )
+            for n in names
         ]
 
     def prune(self, pending: frozenset[int]) -> None:
@@ -330,4 +351,6 @@ class CheckpointDirectory:
                     store.recover()
             storage.clean(self.path, storage.UPLOADING)
         except OSError as error:
-            logger.warning("What killed saves have left in %s could not be removed: %s", self.path, error)
+            logger.warning(
+                "What killed saves have left in %s could not be removed: %s", self.path, error
+            )

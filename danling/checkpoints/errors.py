@@ -49,7 +49,14 @@ def restoring(what: str, entry: str, *, own: tuple[type[Exception], ...] = ()) -
         yield
     except passed:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise CheckpointMismatch(
             f"Expected a checkpoint whose {what} this run can restore. Received: {type(error).__name__}: {error}. Use another checkpoint, "
             f"or leave that part out: add {entry!r} to checkpoint.exclude_from_loading."
@@ -74,7 +81,9 @@ def reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
 
 
-def disk_error(operation: str, path: Path, error: OSError, *, free: int | None = None) -> CheckpointDiskError:
+def disk_error(
+    operation: str, path: Path, error: OSError, *, free: int | None = None
+) -> CheckpointDiskError:
     """Return the error to raise for one of the operating system."""
     space = "" if free is None else f", with {free:,} bytes free"
     fix = _FIXES.get(error.errno or 0, _FAILING)

@@ -48,7 +48,9 @@ _SECONDS_TO_BEGIN = 10.0
 """How long a file of an export may not be locked yet."""
 _SETS = ("ema", "model")
 _AVERAGES = ("ema.safetensors.index.json", "ema.safetensors")
-_WRITTEN = re.compile(r"(model|ema)(-\d{5,}-of-\d{5,})?\.safetensors|(model|ema)\.safetensors\.index\.json")
+_WRITTEN = re.compile(
+    r"(model|ema)(-\d{5,}-of-\d{5,})?\.safetensors|(model|ema)\.safetensors\.index\.json"
+)
 
 
 def export_weights(
@@ -76,7 +78,11 @@ def export_weights(
         metadata: Strings to put into the header of safetensors.
     """
     target = Path(path)
-    sets = {name: _plain(weights, dtype) for name, weights in (("model", model), ("ema", ema)) if weights is not None}
+    sets = {
+        name: _plain(weights, dtype)
+        for name, weights in (("model", model), ("ema", ema))
+        if weights is not None
+    }
     if target.suffix not in ("", ".safetensors"):
         storage.make_directory(target.parent)
         content = sets if "ema" in sets else sets["model"]
@@ -104,7 +110,11 @@ def _earlier_export(target: Path) -> list[Path]:
     if target.suffix == ".safetensors":
         averaged = target.with_name(f"{target.stem}.ema.safetensors")
         return [path for path in (target, averaged) if target.is_file() and path.is_file()]
-    found = [path for path in target.iterdir() if _WRITTEN.fullmatch(path.name)] if target.is_dir() else []
+    found = (
+        [path for path in target.iterdir() if _WRITTEN.fullmatch(path.name)]
+        if target.is_dir()
+        else []
+    )
     return sorted(found, key=lambda path: (path.suffix != ".json", path.name))
 
 
@@ -141,10 +151,16 @@ def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, T
         # The state of an EMA has the weights in an entry.
         found = found["weights"] if isinstance(found.get("weights"), Mapping) else found
     if found is None:
-        raise CheckpointNotFound(f"Expected weights ({which}). Received: {source}, which has none of that name.")
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise CheckpointNotFound(
+            f"Expected weights ({which}). Received: {source}, which has none of that name."
+        )
+    if not isinstance(found, Mapping) or not all(
+        isinstance(value, Tensor) for value in found.values()
+    ):
         holds = (
-            f"a mapping with {sorted(map(str, loaded))[:8]}" if isinstance(loaded, Mapping) else type(loaded).__name__
+            f"a mapping with {sorted(map(str, loaded))[:8]}"
+            if isinstance(loaded, Mapping)
+            else type(loaded).__name__
         )
         raise CheckpointMismatch(
             f"Expected a state_dict of tensors, alone or as 'model' or 'state_dict'. Received: {source}, which holds {holds}. Save "
@@ -179,7 +195,9 @@ def read_model(
     manager.checkpoints.release()
     weights = payload.get("model")
     if not isinstance(weights, Mapping):
-        raise CheckpointMismatch(f"Expected a checkpoint with a model. Received: {source} with {sorted(payload)}.")
+        raise CheckpointMismatch(
+            f"Expected a checkpoint with a model. Received: {source} with {sorted(payload)}."
+        )
     logger.info("%s holds the weights of %s.", source, moment(payload))
     return _chosen(dict(weights), payload.get("ema"), source)
 
@@ -219,15 +237,26 @@ def evaluated_weights(weights: Mapping[str, Tensor], averages: object) -> dict[s
         averages = averages["weights"]
     if not isinstance(averages, Mapping) or not averages:
         return None
-    if not all(isinstance(value, Tensor) and isinstance(name, str) for name, value in averages.items()):
+    if not all(
+        isinstance(value, Tensor) and isinstance(name, str) for name, value in averages.items()
+    ):
         return None
     averages = averages if averages.keys() <= weights.keys() else _canonical(averages)
-    if any(getattr(weights.get(name), "shape", None) != value.shape for name, value in averages.items()):
+    if any(
+        getattr(weights.get(name), "shape", None) != value.shape for name, value in averages.items()
+    ):
         return None
 
     def tied_to(value: object) -> str | None:
         # A sharded checkpoint has tied weights twice, so that only their values tell.
-        return next((name for name in averages if isinstance(value, Tensor) and _is_same(weights[name], value)), None)
+        return next(
+            (
+                name
+                for name in averages
+                if isinstance(value, Tensor) and _is_same(weights[name], value)
+            ),
+            None,
+        )
 
     found = dict(weights)
     for name, value in weights.items():
@@ -238,12 +267,17 @@ def evaluated_weights(weights: Mapping[str, Tensor], averages: object) -> dict[s
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other)))
+    return one is other or (
+        one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+    )
 
 
 def _is_foreign(path: Path) -> bool:
     if path.is_dir():
-        return any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+        return any(
+            (path / name).is_file()
+            for name in ("model.safetensors", "model.safetensors.index.json")
+        )
     pointer = is_name(path.name) and (path.parent / TARGETS).is_dir()
     if not path.is_file() or pointer or has_sums(path):
         return False
@@ -266,12 +300,15 @@ def _read_torch_file(path: Path) -> object:
 def _canonical(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     wrapped = bool(weights) and all(name.startswith("module.") for name in weights)
     return {
-        canonical_name(name.removeprefix("module.") if wrapped else name): tensor for name, tensor in weights.items()
+        canonical_name(name.removeprefix("module.") if wrapped else name): tensor
+        for name, tensor in weights.items()
     }
 
 
 def _plain(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    strange = next((name for name, tensor in weights.items() if not isinstance(tensor, Tensor)), None)
+    strange = next(
+        (name for name, tensor in weights.items() if not isinstance(tensor, Tensor)), None
+    )
     if strange is not None:
         raise CheckpointMismatch(
             f"Expected tensors to export. Received: {str(strange)[:80]!r} with {type(weights[strange]).__name__}. Use another checkpoint."
@@ -287,7 +324,9 @@ def _plain(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str
         # Once for each tensor, so that tied ones stay tied.
         if id(tensor) not in cast:
             value = tensor.detach().cpu()
-            cast[id(tensor)] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            cast[id(tensor)] = (
+                value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            )
     return _canonical({name: cast[id(tensor)] for name, tensor in weights.items()})
 
 
@@ -296,7 +335,9 @@ def _put(path: Path, write: Any) -> None:
     staged = path.with_name(f"{_UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}")
 
     def locked(writer: storage.HashingWriter) -> None:
-        fcntl.flock(writer.fileno(), fcntl.LOCK_EX)  # until the file is closed, or the process is killed
+        fcntl.flock(
+            writer.fileno(), fcntl.LOCK_EX
+        )  # until the file is closed, or the process is killed
         write(writer)
 
     storage.write_file(staged, locked)
@@ -307,7 +348,9 @@ def _put(path: Path, write: Any) -> None:
 def _remove_unfinished(path: Path) -> None:
     """Remove what killed exports to the same path have left: files that no process has locked, and that are not just being made."""
     for name in storage.names(path.parent):
-        is_own = re.fullmatch(rf"{re.escape(_UNFINISHED + path.name)}-[0-9a-f]{{8}}", name) is not None
+        is_own = (
+            re.fullmatch(rf"{re.escape(_UNFINISHED + path.name)}-[0-9a-f]{{8}}", name) is not None
+        )
         if not is_own:
             continue
         with suppress(OSError), open_file(path.with_name(name), follow=False) as file:
@@ -317,12 +360,22 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def _write_safetensors(
-    directory: Path, stem: str, weights: dict[str, Tensor], limit: int | None, metadata: dict[str, str]
+    directory: Path,
+    stem: str,
+    weights: dict[str, Tensor],
+    limit: int | None,
+    metadata: dict[str, str],
 ) -> list[Path]:
     safetensors = _safetensors()
     aliases = _aliases(weights)
-    shards = _split({name: tensor for name, tensor in weights.items() if name not in aliases}, limit)
-    names = [f"{stem}-{i:05d}-of-{len(shards):05d}" for i in range(1, len(shards) + 1)] if len(shards) > 1 else [stem]
+    shards = _split(
+        {name: tensor for name, tensor in weights.items() if name not in aliases}, limit
+    )
+    names = (
+        [f"{stem}-{i:05d}-of-{len(shards):05d}" for i in range(1, len(shards) + 1)]
+        if len(shards) > 1
+        else [stem]
+    )
     written, places = [], {}
     for file, shard in zip(names, shards):
         path = directory / f"{file}.safetensors"
@@ -331,7 +384,9 @@ def _write_safetensors(
         header = {"format": "pt", **metadata}
         if tied:
             header["tied"] = json.dumps(tied)
-        content = safetensors.save({name: _own_memory(tensor) for name, tensor in shard.items()}, metadata=header)
+        content = safetensors.save(
+            {name: _own_memory(tensor) for name, tensor in shard.items()}, metadata=header
+        )
         _put(path, lambda writer, content=content: _write_in_order(writer, content))
         places.update(dict.fromkeys(shard, path.name))
         written.append(path)
@@ -387,7 +442,10 @@ def _split(weights: dict[str, Tensor], limit: int | None) -> list[dict[str, Tens
 def _located(path: Path, which: str) -> Path:
     candidates = [path]
     if path.is_dir():
-        candidates = [path / f"{which}{ending}" for ending in (".safetensors.index.json", ".safetensors", ".pth")]
+        candidates = [
+            path / f"{which}{ending}"
+            for ending in (".safetensors.index.json", ".safetensors", ".pth")
+        ]
     elif path.suffix == ".safetensors" and which == "ema":
         candidates = [path.with_name(f"{path.stem}.ema.safetensors")]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
@@ -403,15 +461,21 @@ def _read_index(path: Path) -> dict[str, Tensor]:
         places: dict[str, str] = dict(parse_json(read_text(path))["weight_map"])
         files = {plain_name(file) for file in places.values()}
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamaged(f"Expected an index of safetensors. Received: {path}: {error!r}") from error
+        raise CheckpointDamaged(
+            f"Expected an index of safetensors. Received: {path}: {error!r}"
+        ) from error
     weights: dict[str, Tensor] = {}
     for name in sorted(files):
         if not (path.parent / name).is_file():
-            raise CheckpointNotFound(f"Expected every file of {path}. Received: {name}, which is missing.")
+            raise CheckpointNotFound(
+                f"Expected every file of {path}. Received: {name}, which is missing."
+            )
         weights.update(_read_safetensors(path.parent / name))
     missing = sorted(places.keys() - weights.keys())
     if missing:
-        raise CheckpointDamaged(f"Expected all tensors of {path}. Received files without: {', '.join(missing[:10])}.")
+        raise CheckpointDamaged(
+            f"Expected all tensors of {path}. Received files without: {', '.join(missing[:10])}."
+        )
     return weights
 
 
@@ -479,7 +543,9 @@ def write_description(described: Mapping[str, str], directory: Path) -> None:
         storage.write_text(directory / name, text)
 
 
-def read_description(directory: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, str]:
+def read_description(
+    directory: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, str]:
     """Return the files that `from_pretrained` reads with some weights; they name the precision of the weights."""
     if not (directory / _CONFIG).is_file():
         raise ValueError(

@@ -33,7 +33,9 @@ class SaveExecutor:
         with self._changed:
             self._changed.wait_for(lambda: self._next is None or not self._next[2])
 
-    def submit(self, run: Callable[[], None], *, reliable: bool, release: Callable[[], None]) -> None:
+    def submit(
+        self, run: Callable[[], None], *, reliable: bool, release: Callable[[], None]
+    ) -> None:
         """Enqueue a save; `release` is called when it is written, has failed, or a newer save has taken its place."""
         if self._ending:
             raise RuntimeError("A checkpoint manager cannot save after close(). Save before it.")
@@ -42,7 +44,9 @@ class SaveExecutor:
             dropped, self._next = self._next, (run, release, reliable)
             if self._thread is None:
                 # A daemon: a save that hangs must not keep a process alive that close() has given up waiting for.
-                self._thread = threading.Thread(target=self._work, name="danling-checkpoint", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._work, name="danling-checkpoint", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
         if dropped is not None:
@@ -60,7 +64,9 @@ class SaveExecutor:
             error: BaseException | None = None
             try:
                 run()
-            except BaseException as raised:  # torch's CheckpointException is no Exception, and none may pass unseen
+            except (
+                BaseException
+            ) as raised:  # torch's CheckpointException is no Exception, and none may pass unseen
                 error = raised
             release()
             # Not kept while the next one is awaited: they refer to the copy of a whole state.

@@ -9,7 +9,15 @@ from pathlib import Path
 from . import storage
 from .checkpoint_store import SUFFIX, CheckpointStore
 from .errors import CheckpointDamaged
-from .manifest import Manifest, Record, archive_complaints, damaged, find_problems, is_name, read_manifest
+from .manifest import (
+    Manifest,
+    Record,
+    archive_complaints,
+    damaged,
+    find_problems,
+    is_name,
+    read_manifest,
+)
 
 FILE_SUMS = ".sha256"
 """Suffix of the manifest of a file."""
@@ -51,7 +59,9 @@ class FileStore(CheckpointStore):
         try:
             # Each sync is a barrier: after a power cut, a later rename is never on the disk without the earlier ones.
             for path, record in zip(paths, records):
-                storage.replace_text(_beside(path, NEXT), Manifest(record, {path.name: written}).text())
+                storage.replace_text(
+                    _beside(path, NEXT), Manifest(record, {path.name: written}).text()
+                )
             storage.sync_directory(self.directory)
             for path in paths:
                 # The names of one save are links to one file: it is written once.
@@ -68,7 +78,10 @@ class FileStore(CheckpointStore):
         storage.remove(self.directory / f"{DELETING}{path.name.removesuffix(SUFFIX)}")
         for part in (path, _beside(path, NEXT), _beside(path, FILE_SUMS)):
             storage.make_way(part)
-        bare = all(storage.absence(_beside(path, suffix)) == storage.MISSING for suffix in (FILE_SUMS, NEXT))
+        bare = all(
+            storage.absence(_beside(path, suffix)) == storage.MISSING
+            for suffix in (FILE_SUMS, NEXT)
+        )
         if bare and storage.absence(path) == storage.IS_FILE:
             # No save leaves a file like that, not even a killed one: a user has put it there.
             storage.set_aside(path)
@@ -92,13 +105,17 @@ class FileStore(CheckpointStore):
             if not _compare(path, NEXT, "full")[1]:
                 storage.make_way(sums)
                 storage.replace(waiting, sums)
-            elif storage.absence(path) == storage.MISSING or not _compare(path, FILE_SUMS, "full")[1]:
+            elif (
+                storage.absence(path) == storage.MISSING or not _compare(path, FILE_SUMS, "full")[1]
+            ):
                 storage.remove(waiting)
             # Else the file cannot be read now, or fits neither: what describes it is kept.
 
     def litter(self) -> list[Path]:
         names = storage.names(self.directory)
-        marked = {f"{name.removeprefix(DELETING)}{SUFFIX}" for name in names if name.startswith(DELETING)}
+        marked = {
+            f"{name.removeprefix(DELETING)}{SUFFIX}" for name in names if name.startswith(DELETING)
+        }
         left = {name for name in names if name.startswith((storage.STAGED, DELETING))}
         left |= {f"{file}{FILE_SUMS}" for file in marked - names} & names
         # Of a save that was killed before its file had the name for the first time.
@@ -109,7 +126,9 @@ class FileStore(CheckpointStore):
     def listed(self) -> list[Path]:
         names = storage.names(self.directory)
         files = {name for name in names if name.endswith(SUFFIX)}
-        described = {name.removesuffix(FILE_SUMS) for name in names if name.endswith(f"{SUFFIX}{FILE_SUMS}")}
+        described = {
+            name.removesuffix(FILE_SUMS) for name in names if name.endswith(f"{SUFFIX}{FILE_SUMS}")
+        }
         # A pipe or a directory under a name that the library never gives is no checkpoint, and not worth a word at every restart.
         others = {name for name in files - described if not is_name(name.removesuffix(SUFFIX))}
         strange = {name for name in others if storage.is_no_file(self.directory / name)}
@@ -172,7 +191,11 @@ def missing_sums(path: Path) -> CheckpointDamaged:
 
 def verify_alone(path: Path, level: str, *, required: bool = True) -> None:
     """Compare a file with the checksums inside of it."""
-    problems = [] if level == "none" else archive_complaints(path, tensors=level == "full", required=required)
+    problems = (
+        []
+        if level == "none"
+        else archive_complaints(path, tensors=level == "full", required=required)
+    )
     if problems:
         raise CheckpointDamaged(
             f"Expected {path} as it was written. Received: {'; '.join(problems[:5])}. Copy it again, "

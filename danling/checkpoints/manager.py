@@ -130,10 +130,18 @@ class CheckpointManager(ABC):
         self.step_mode = step_mode
 
         def differences(path: Path) -> list[str]:
-            return compare(read_payload(path, sections=["runner", "state"], mmap=True)) if compare is not None else []
+            return (
+                compare(read_payload(path, sections=["runner", "state"], mmap=True))
+                if compare is not None
+                else []
+            )
 
         self.checkpoints = CheckpointDirectory(
-            self.directory, first=self.store_class, run_id=run_id, settings=settings, compare=differences
+            self.directory,
+            first=self.store_class,
+            run_id=run_id,
+            settings=settings,
+            compare=differences,
         )
         self.store = self.checkpoints.stores[0]
         self._executor = SaveExecutor()
@@ -152,7 +160,13 @@ class CheckpointManager(ABC):
     # Saving
 
     def save_checkpoint(
-        self, payload: Mapping[str, object], *, epoch: int, global_step: int, history: bool = False, best: bool = False
+        self,
+        payload: Mapping[str, object],
+        *,
+        epoch: int,
+        global_step: int,
+        history: bool = False,
+        best: bool = False,
     ) -> None:
         """Save a full state as `latest`, and under its history name and as `best` when asked to. Call on all ranks.
 
@@ -169,7 +183,11 @@ class CheckpointManager(ABC):
         Raises:
             CheckpointError: If it, or one that was going on in the background, could not be written.
         """
-        names = [history_name(step_mode=self.step_mode, epoch=epoch, global_step=global_step)] if history else []
+        names = (
+            [history_name(step_mode=self.step_mode, epoch=epoch, global_step=global_step)]
+            if history
+            else []
+        )
         names += ["best"] if best else []
         # `latest` becomes visible last: it is what a restart looks for first.
         self._save(payload, [*names, "latest"], epoch=epoch, global_step=global_step)
@@ -179,10 +197,14 @@ class CheckpointManager(ABC):
         self._save(payload, ["model"], epoch=epoch, global_step=global_step)
 
     @abstractmethod
-    def _save(self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int) -> None:
+    def _save(
+        self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int
+    ) -> None:
         """Write a payload under names, now or in the background."""
 
-    def _open_save(self, names: list[str], *, needed: int, epoch: int, global_step: int) -> list[Record]:
+    def _open_save(
+        self, names: list[str], *, needed: int, epoch: int, global_step: int
+    ) -> list[Record]:
         """Check that a save can be made, and return its records. Call on rank 0."""
         self.before_save()
         count = 0 if self._said_need or self.settings.keep_latest_k else self.planned_history()
@@ -217,7 +239,13 @@ class CheckpointManager(ABC):
         self.checkpoints.prune(kept)
 
     def _mirrored(
-        self, record: Record, names: Sequence[str], *, target: str | None = None, own: Iterable[str] = (), put_off: bool
+        self,
+        record: Record,
+        names: Sequence[str],
+        *,
+        target: str | None = None,
+        own: Iterable[str] = (),
+        put_off: bool,
     ) -> None:
         """Tell the mirror of a save, before retention. Called on each rank that has written a part, maybe in the background."""
         if self.mirror is not None:
@@ -255,7 +283,9 @@ class CheckpointManager(ABC):
         """
         path = self._fetched(source)
         trust = self.settings.trust
-        return self.on_all(partial(read_payload, path, template=template, sections=sections, trust=trust))
+        return self.on_all(
+            partial(read_payload, path, template=template, sections=sections, trust=trust)
+        )
 
     def _fetched(self, source: str | Path) -> Path:
         """Return the verified file or target of a checkpoint, which every rank can read."""
@@ -314,7 +344,9 @@ class CheckpointManager(ABC):
         if self.domain.size == 1:
             self.mirror.wait(self.settings.wait_timeout)
             return
-        waiting = threading.Thread(target=self.mirror.wait, args=(self.settings.wait_timeout,), daemon=True)
+        waiting = threading.Thread(
+            target=self.mirror.wait, args=(self.settings.wait_timeout,), daemon=True
+        )
         waiting.start()
         while any(self.domain.gather_objects(waiting.is_alive())):
             waiting.join(_SECONDS_BETWEEN_SIGNS)
@@ -385,7 +417,9 @@ class CheckpointManager(ABC):
             found = CheckpointDiskError(f"{found} {self.checkpoints.still_good()}")
         elif not isinstance(found, (CheckpointError, ValueError)):
             received = f"{type(error).__name__}: {error}. {self.checkpoints.still_good()}"
-            found = CheckpointError(f"Expected a checkpoint to be written or read. Received: {received}")
+            found = CheckpointError(
+                f"Expected a checkpoint to be written or read. Received: {received}"
+            )
         if found is not error:
             found.__cause__ = error
         return found
@@ -405,7 +439,9 @@ class FileCheckpointManager(CheckpointManager):
     store_class: ClassVar[type[FileStore]] = FileStore
     store: FileStore
 
-    def _save(self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int) -> None:
+    def _save(
+        self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int
+    ) -> None:
         if self.settings.load_only:
             return
         self._surface()
@@ -413,15 +449,21 @@ class FileCheckpointManager(CheckpointManager):
             if self.domain.rank == 0:
                 self._write_or_enqueue(payload, names, epoch, global_step)
 
-    def _write_or_enqueue(self, payload: Mapping[str, object], names: list[str], epoch: int, global_step: int) -> None:
-        records = self._open_save(names, needed=count_bytes(payload), epoch=epoch, global_step=global_step)
+    def _write_or_enqueue(
+        self, payload: Mapping[str, object], names: list[str], epoch: int, global_step: int
+    ) -> None:
+        records = self._open_save(
+            names, needed=count_bytes(payload), epoch=epoch, global_step=global_step
+        )
         if not self.settings.is_async:
             self._write(to_host(payload), records)
             return
         self._executor.wait_for_room()
         copied, release = self._buffers.copy(payload)
         is_reliable = names != ["latest"]
-        self._executor.submit(partial(self._write, copied, records), reliable=is_reliable, release=release)
+        self._executor.submit(
+            partial(self._write, copied, records), reliable=is_reliable, release=release
+        )
 
     def prepare_emergency_save(
         self, payload: Mapping[str, object], *, epoch: int, global_step: int
@@ -429,11 +471,15 @@ class FileCheckpointManager(CheckpointManager):
         """Return what saves a state after a failure of this rank, and returns whether it did. Call on all ranks."""
         return partial(self.save_on_main_only, payload, epoch=epoch, global_step=global_step)
 
-    def save_on_main_only(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> bool:
+    def save_on_main_only(
+        self, payload: Mapping[str, object], *, epoch: int, global_step: int
+    ) -> bool:
         """Save a full state as `latest` now, on rank 0, without communication: the other ranks may be in any other code."""
         if self.domain.rank == 0 and not self.settings.load_only:
             self._executor.wait()
-            records = self._open_save(["latest"], needed=count_bytes(payload), epoch=epoch, global_step=global_step)
+            records = self._open_save(
+                ["latest"], needed=count_bytes(payload), epoch=epoch, global_step=global_step
+            )
             self._write(to_host(payload), records)
         return True
 
@@ -461,7 +507,9 @@ class CollectiveCheckpointManager(CheckpointManager):
         self.save_before_evaluation(payload, epoch=epoch, global_step=global_step)
         return self.is_saved_before_evaluation
 
-    def save_before_evaluation(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
+    def save_before_evaluation(
+        self, payload: Mapping[str, object], *, epoch: int, global_step: int
+    ) -> None:
         """Save a state as `latest` before an evaluation; the save after it writes again only what has changed. Call on all ranks."""
         self._save(payload, ["latest"], epoch=epoch, global_step=global_step, ahead=True)
 
@@ -472,7 +520,13 @@ class CollectiveCheckpointManager(CheckpointManager):
 
     @abstractmethod
     def _save(
-        self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
+        self,
+        payload: Mapping[str, object],
+        names: list[str],
+        *,
+        epoch: int,
+        global_step: int,
+        ahead: bool = False,
     ) -> None:
         """Write a payload under names, now or in the background; `ahead` of an evaluation, remember what the next save may take over."""
 
@@ -482,10 +536,20 @@ class CollectiveCheckpointManager(CheckpointManager):
 
     def _is_mirror_behind(self, exchange: Callable[[object], list[object]]) -> bool:
         """Whether a save waits to be copied on any rank: they are to copy the same saves. Called on all ranks."""
-        return self.mirror is not None and self.domain.size > 1 and any(exchange(self.mirror.is_behind))
+        return (
+            self.mirror is not None
+            and self.domain.size > 1
+            and any(exchange(self.mirror.is_behind))
+        )
 
     def _publish(
-        self, record: Record, names: Sequence[str], payload: Mapping[str, object], own: Iterable[str], *, put_off: bool
+        self,
+        record: Record,
+        names: Sequence[str],
+        payload: Mapping[str, object],
+        own: Iterable[str],
+        *,
+        put_off: bool,
     ) -> None:
         """Let names lead to a complete target and prune, on rank 0; tell the mirror what this rank has written. On each rank."""
         is_main = self.domain.rank == 0
@@ -505,7 +569,9 @@ class CollectiveCheckpointManager(CheckpointManager):
 
 
 def _as_size(size: int) -> str:
-    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= u), (1.0, "bytes"))
+    unit, name = next(
+        ((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= u), (1.0, "bytes")
+    )
     return f"{size / unit:.3g} {name}"
 
 

@@ -111,8 +111,15 @@ def next_branch(records: Collection[Record], resumed: Record | None) -> Branch:
 
 def to_delete(records: Iterable[Record], *, keep: int, protected: Collection[int]) -> list[str]:
     """Return the history names that retention gives up, oldest first."""
-    history = sorted((record for record in records if is_history(record.name)), key=lambda record: record.sequence)
-    return [record.name for record in history[:-keep] if record.sequence not in protected] if keep > 0 else []
+    history = sorted(
+        (record for record in records if is_history(record.name)),
+        key=lambda record: record.sequence,
+    )
+    return (
+        [record.name for record in history[:-keep] if record.sequence not in protected]
+        if keep > 0
+        else []
+    )
 
 
 # Manifests
@@ -155,7 +162,9 @@ class Manifest:
                 raise ValueError("it is not as it was written")
             return cls._of_lines(body.splitlines()[1:])
         except (KeyError, ValueError) as error:
-            raise CheckpointDamaged(f"Expected a whole manifest. Received one that cannot be read: {error}.") from error
+            raise CheckpointDamaged(
+                f"Expected a whole manifest. Received one that cannot be read: {error}."
+            ) from error
 
     @classmethod
     def _of_lines(cls, lines: Iterable[str]) -> Manifest:
@@ -178,8 +187,12 @@ class Manifest:
                 sums[plain_name(name)] = digest
         pairs = [part.split(":") for part in fields["continues"].split()]
         ancestors = tuple((_number(branch), _number(last)) for branch, last in pairs)
-        sequence, branch, step, epoch = (_number(fields[key]) for key in ("sequence", "branch", "step", "epoch"))
-        record = Record(plain_name(fields["name"]), sequence, branch, ancestors, fields["run"], step, epoch)
+        sequence, branch, step, epoch = (
+            _number(fields[key]) for key in ("sequence", "branch", "step", "epoch")
+        )
+        record = Record(
+            plain_name(fields["name"]), sequence, branch, ancestors, fields["run"], step, epoch
+        )
         return cls(record, {name: (sizes[name], sums[name]) for name in sums})
 
 
@@ -253,10 +266,16 @@ def is_legacy(path: Path) -> bool:
         return file.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC
 
 
-def archive_complaints(source: Path | BinaryIO, *, tensors: bool = True, required: bool = True) -> list[str]:
+def archive_complaints(
+    source: Path | BinaryIO, *, tensors: bool = True, required: bool = True
+) -> list[str]:
     """Return the defects of an archive, without those of its tensors on request; empty when each record has its CRC-32 (`required`)."""
     try:
-        opened = os.fdopen(storage.open_regular(source), "rb") if isinstance(source, Path) else nullcontext(source)
+        opened = (
+            os.fdopen(storage.open_regular(source), "rb")
+            if isinstance(source, Path)
+            else nullcontext(source)
+        )
         with opened as file, ZipFile(file) as archive:
             records = archive.infolist()
             size = file.seek(0, os.SEEK_END)
@@ -268,13 +287,17 @@ def archive_complaints(source: Path | BinaryIO, *, tensors: bool = True, require
             if not any(record.CRC for record in records):
                 return ["it has no CRC-32 of its records"] if required else []
             problems = []
-            for record in (record for record in records if tensors or "/data/" not in record.filename):
+            for record in (
+                record for record in records if tensors or "/data/" not in record.filename
+            ):
                 try:
                     with archive.open(record) as content:
                         while content.read(_CHUNK):
                             pass
                 except BadZipFile:
-                    problems.append(f"its record {record.filename} has another CRC-32 than was written")
+                    problems.append(
+                        f"its record {record.filename} has another CRC-32 than was written"
+                    )
             return problems
     # zipfile raises what its parts raise: struct.error, UnicodeDecodeError, NotImplementedError, ...
     except Exception as error:

@@ -17,8 +17,12 @@ from torch import Tensor
 
 from .errors import CheckpointDamaged
 
-LISTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (list, tuple, torch.Size, deque, set, frozenset)}
-DICTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (dict, OrderedDict, defaultdict, Counter)}
+LISTS: Mapping[str, type[Any]] = {
+    kind.__name__: kind for kind in (list, tuple, torch.Size, deque, set, frozenset)
+}
+DICTS: Mapping[str, type[Any]] = {
+    kind.__name__: kind for kind in (dict, OrderedDict, defaultdict, Counter)
+}
 """Containers that an attribute is saved as, by the name of the kind."""
 
 _LARGEST = 1 << 62
@@ -26,11 +30,21 @@ _LONGEST = 1 << 10_000
 """Python refuses to print an integer of more than 4,300 digits."""
 _LONGEST_DTYPE = 32
 _SCALARS = (type(None), bool, int, float, str)
-_COUNTERS = ("global_step", "micro_step", "epoch", "samples", "skipped_updates", "consecutive_skips")
+_COUNTERS = (
+    "global_step",
+    "micro_step",
+    "epoch",
+    "samples",
+    "skipped_updates",
+    "consecutive_skips",
+)
 _ATTEMPTS = ("world_size", "data_replicas", "restart_count", "attempts")
 _KINDS_OF_ARRAYS = "biufcmMSU"
 _NUMBERS_OF_KEYS = frozenset(
-    {"b1", *(f"{kind}{size}" for kind in "iuf" for size in (1, 2, 4, 8) if kind + str(size) != "f1")}
+    {
+        "b1",
+        *(f"{kind}{size}" for kind in "iuf" for size in (1, 2, 4, 8) if kind + str(size) != "f1"),
+    }
 )
 
 _SECTIONS_OF_SETTINGS = ("checkpoint", "compile", "dataloader", "optim", "parallel", "scheduler")
@@ -46,7 +60,11 @@ class _Defect(Exception):
 
     def __init__(self, path: str, expected: str, value: object) -> None:
         kind = type(value).__name__
-        shown = f"{value!r:.60}" if type(value) in (bool, int, float, str) and not _is_long(value) else kind
+        shown = (
+            f"{value!r:.60}"
+            if type(value) in (bool, int, float, str) and not _is_long(value)
+            else kind
+        )
         super().__init__(f"Expected {expected} as {path:.200}. Received: {shown}")
 
 
@@ -63,7 +81,9 @@ def check_sections(payload: Mapping[str, object], source: Path) -> None:
     except _Defect as defect:
         raise CheckpointDamaged(f"{defect}, in {source}. Use another checkpoint.") from None
     except RecursionError:
-        raise CheckpointDamaged(f"Expected values of fewer levels. Received: {source}, with more.") from None
+        raise CheckpointDamaged(
+            f"Expected values of fewer levels. Received: {source}, with more."
+        ) from None
 
 
 # Values
@@ -79,7 +99,9 @@ def _require(fits: bool, path: str, expected: str, value: object) -> None:
 
 
 def _count(value: object, path: str) -> None:
-    _require(type(value) is int and 0 <= value < _LARGEST, path, "a whole number from 0 to 2^62", value)
+    _require(
+        type(value) is int and 0 <= value < _LARGEST, path, "a whole number from 0 to 2^62", value
+    )
 
 
 def _number(value: object, path: str) -> None:
@@ -159,9 +181,21 @@ def _mark(value: Any, path: str) -> None:
 
 # The values of metrics are those of the user.
 _results = _by_index(_named(_mapping))
-_scores = _entries({"scores": _by_index(_number), "best_index": _optional(_number), "best_score": _optional(_number)})
+_scores = _entries(
+    {
+        "scores": _by_index(_number),
+        "best_index": _optional(_number),
+        "best_score": _optional(_number),
+    }
+)
 _train = _entries({**dict.fromkeys(_COUNTERS, _count), "weight_reference": _optional(_number)})
-_elastic = _entries({**dict.fromkeys(_ATTEMPTS, _count), "micro_batch_size": _optional(_count), "arithmetic": _mapping})
+_elastic = _entries(
+    {
+        **dict.fromkeys(_ATTEMPTS, _count),
+        "micro_batch_size": _optional(_count),
+        "arithmetic": _mapping,
+    }
+)
 
 
 def _settings(value: Any, path: str) -> None:
@@ -211,7 +245,9 @@ def _kept(check: Check) -> Check:
         if "value" in value:
             check(value["value"], path)
             without = value.get("without", [])
-            is_list = isinstance(without, (list, tuple)) and all(type(rank) is int for rank in without)
+            is_list = isinstance(without, (list, tuple)) and all(
+                type(rank) is int for rank in without
+            )
             _require(is_list, f"{path}.without", "a list of ranks", without)
             return
         _count(value.get("of"), f"{path}.of")
@@ -253,7 +289,12 @@ def _node(value: Any, path: str) -> None:
 
 def _bytes(value: Mapping[str, Any], path: str) -> None:
     data = value.get("value")
-    _require(isinstance(data, Tensor) and data.dtype == torch.uint8 and data.ndim == 1, path, "bytes", data)
+    _require(
+        isinstance(data, Tensor) and data.dtype == torch.uint8 and data.ndim == 1,
+        path,
+        "bytes",
+        data,
+    )
 
 
 def _array(value: Mapping[str, Any], path: str) -> None:
@@ -261,13 +302,18 @@ def _array(value: Mapping[str, Any], path: str) -> None:
 
     _bytes(value, path)
     name = value.get("dtype")
-    _require(type(name) is str and len(name) < _LONGEST_DTYPE, f"{path}.dtype", "a dtype of NumPy", name)
+    _require(
+        type(name) is str and len(name) < _LONGEST_DTYPE, f"{path}.dtype", "a dtype of NumPy", name
+    )
     try:
         dtype = numpy.dtype(name)
     except (TypeError, ValueError, SyntaxError):
         raise _Defect(f"{path}.dtype", "a dtype of NumPy", name) from None
     _require(
-        dtype.kind in _KINDS_OF_ARRAYS and dtype.itemsize > 0, f"{path}.dtype", "a dtype of numbers or texts", name
+        dtype.kind in _KINDS_OF_ARRAYS and dtype.itemsize > 0,
+        f"{path}.dtype",
+        "a dtype of numbers or texts",
+        name,
     )
     shape = value.get("shape")
     _require(isinstance(shape, (list, tuple)), f"{path}.shape", "a shape", shape)
@@ -275,10 +321,14 @@ def _array(value: Mapping[str, Any], path: str) -> None:
         _count(size, f"{path}.shape")
     fits = math.prod(shape or ()) * dtype.itemsize == value["value"].numel()
     _require(fits, f"{path}.shape", "the shape of so many bytes", shape)
-    _require(not (value["kind"] == "scalar" and shape), f"{path}.shape", "the shape of a scalar", shape)
+    _require(
+        not (value["kind"] == "scalar" and shape), f"{path}.shape", "the shape of a scalar", shape
+    )
 
 
-def _items(value: Mapping[str, Any], path: str, check: Check = _node, *, count: int | None = None) -> None:
+def _items(
+    value: Mapping[str, Any], path: str, check: Check = _node, *, count: int | None = None
+) -> None:
     items = value.get("items")
     if isinstance(items, Mapping):
         numbered = {str(number) for number in range(len(items))}
@@ -290,7 +340,9 @@ def _items(value: Mapping[str, Any], path: str, check: Check = _node, *, count: 
         for number, item in enumerate(items or ()):
             _scalar(item, f"{path}[{number}]")
             check(item, f"{path}[{number}]")
-    _require(count is None or len(items or ()) == count, f"{path}.items", "a value for each key", items)
+    _require(
+        count is None or len(items or ()) == count, f"{path}.items", "a value for each key", items
+    )
 
 
 def _list(value: Mapping[str, Any], path: str) -> None:
@@ -331,7 +383,9 @@ def _key(value: Any, path: str) -> None:
 
 def _bytes_of_key(value: Mapping[str, Any], path: str) -> None:
     items = value.get("items")
-    is_byte = isinstance(items, list) and all(type(item) is int and 0 <= item < 256 for item in items)
+    is_byte = isinstance(items, list) and all(
+        type(item) is int and 0 <= item < 256 for item in items
+    )
     _require(is_byte, path, "bytes", items)
 
 
@@ -346,7 +400,12 @@ def _enum(value: Mapping[str, Any], path: str) -> None:
     _text(value.get("class"), f"the class of {path}")
     _optional(_text)(value.get("name"), f"{path}.name")
     flags = value.get("value")
-    _require(flags is None or (type(flags) is int and not _is_long(flags)), f"{path}.value", "a whole number", flags)
+    _require(
+        flags is None or (type(flags) is int and not _is_long(flags)),
+        f"{path}.value",
+        "a whole number",
+        flags,
+    )
 
 
 def _dict(value: Mapping[str, Any], path: str) -> None:
@@ -365,7 +424,12 @@ def _stateful(value: Mapping[str, Any], path: str) -> None:
     _node(value.get("state"), f"{path}.state")
     if value["kind"] == "stateful" and "more" in value:
         more = value["more"]
-        _require(isinstance(more, Mapping) and more.get("kind") == "dict", f"{path}.more", "a mapping", more)
+        _require(
+            isinstance(more, Mapping) and more.get("kind") == "dict",
+            f"{path}.more",
+            "a mapping",
+            more,
+        )
         _keys(more, f"{path}.more", _text)
 
 

@@ -50,7 +50,9 @@ def is_too_deep(source: BinaryIO, deepest: int) -> bool:
         elif name == "MARK":
             stack.append(None)
         else:
-            below = max((each[0] for each in _popped(stack, operation) if each is not None), default=0)
+            below = max(
+                (each[0] for each in _popped(stack, operation) if each is not None), default=0
+            )
             if name in _ADD:
                 target = stack[-1] if stack and stack[-1] is not None else [0]
                 target[0] = max(target[0], below + 1)

@@ -39,7 +39,11 @@ def manager_named(backend: str) -> type[CheckpointManager]:
     """Return the manager that writes checkpoints of a backend."""
     import danling.checkpoints as managers
 
-    return managers.FileCheckpointManager if backend == "file" else managers.TorchDistributedCheckpointManager
+    return (
+        managers.FileCheckpointManager
+        if backend == "file"
+        else managers.TorchDistributedCheckpointManager
+    )
 
 
 def _reader(path: Path) -> Any:
@@ -106,7 +110,11 @@ def read_config(source: str | Path) -> dict[str, Any]:
 
 def stored_seed(directory: Path, asked: str | Path | None) -> int | None:
     """Return the seed of the checkpoint that a run will resume from, so that construction draws the same random numbers again."""
-    sources = _usual(directory) if asked is None else [Path(asked), directory / asked, directory / f"{asked}{SUFFIX}"]
+    sources = (
+        _usual(directory)
+        if asked is None
+        else [Path(asked), directory / asked, directory / f"{asked}{SUFFIX}"]
+    )
     for source in sources:
         try:
             seed = read_config(source).get("seed")
@@ -153,7 +161,9 @@ def stored_settings(directory: Path) -> tuple[Mapping[str, Any], int] | None:
         except (CheckpointError, OSError):
             continue
         elastic = (payload.get("state") or {}).get("elastic") or {}
-        return payload.get("runner") or {}, int(elastic.get("data_replicas", elastic.get("world_size", 1)))
+        return payload.get("runner") or {}, int(
+            elastic.get("data_replicas", elastic.get("world_size", 1))
+        )
     return None
 
 
@@ -246,7 +256,9 @@ def tensors_in(value: object) -> Iterator[Entry]:
     """Yield the tensors of a nested state by dotted name."""
     for path, tensor in tensors(value):
         dtype = str(tensor.dtype).removeprefix("torch.")
-        yield Entry(dotted(path), dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size())
+        yield Entry(
+            dotted(path), dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size()
+        )
 
 
 def without_tensors(value: object) -> Any:
@@ -316,10 +328,16 @@ class ExcludedFromLoading:
             here: Dotted paths of the run's own weights; see `exclude`.
         """
         lacking = {name for name in needed if name not in payload}
-        begun = {name for name in lacking if name in _SWITCHED_BY and self.allows_setting(_SWITCHED_BY[name])}
+        begun = {
+            name
+            for name in lacking
+            if name in _SWITCHED_BY and self.allows_setting(_SWITCHED_BY[name])
+        }
         counting = [e for e in self.entries if section is None or e.partition(".")[0] == section]
         named = [entry for entry in counting if "".join(_canonical(entry)) in lacking]
-        kept, excluded = exclude(payload, [entry for entry in counting if entry not in named], here=here)
+        kept, excluded = exclude(
+            payload, [entry for entry in counting if entry not in named], here=here
+        )
         return kept, excluded | begun | {_canonical(entry)[0] for entry in named}
 
     def loaded_since(self, before: ExcludedFromLoading, changed: Collection[str]) -> list[str]:
@@ -359,18 +377,25 @@ class ExcludedFromLoading:
 
     def leaves_out(self, path: str) -> bool:
         """Whether an entry names a dotted path, or something that contains it."""
-        return any(f"{path}.".startswith(f"{''.join(_canonical(entry))}.") for entry in self.entries)
+        return any(
+            f"{path}.".startswith(f"{''.join(_canonical(entry))}.") for entry in self.entries
+        )
 
     def allows_setting(self, key: str) -> bool:
         """Whether the value of a dotted key of the configuration may differ from that of the checkpoint."""
         # Several keys together determine the samples of an update: naming one of them is enough.
-        if is_update_key(key) and any(is_update_key(entry.removeprefix(f"{_SETTINGS}.")) for entry in self._all):
+        if is_update_key(key) and any(
+            is_update_key(entry.removeprefix(f"{_SETTINGS}.")) for entry in self._all
+        ):
             return True
         return any(f"{_SETTINGS}.{key}.".startswith(f"{entry}.") for entry in self._all)
 
 
 def exclude(
-    payload: Mapping[str, object], entries: str | Iterable[str] | None, *, here: Collection[str] = ()
+    payload: Mapping[str, object],
+    entries: str | Iterable[str] | None,
+    *,
+    here: Collection[str] = (),
 ) -> tuple[dict[str, Any], set[str]]:
     """Return the payload without the excluded parts, and what was excluded.
 

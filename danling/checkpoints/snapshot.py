@@ -58,7 +58,10 @@ def readable(tensor: Tensor, path: str = "a tensor") -> Tensor:
 
 def _registered() -> set[Any]:
     """Return the classes that torch's safe reader knows."""
-    return {each[0] if isinstance(each, tuple) else each for each in torch.serialization.get_safe_globals()}
+    return {
+        each[0] if isinstance(each, tuple) else each
+        for each in torch.serialization.get_safe_globals()
+    }
 
 
 def _plain(value: object, path: str) -> object:
@@ -144,7 +147,11 @@ class SnapshotBuffers:
     def _log_memory(self, sizes: list[int], device: torch.device) -> None:
         """Log once what the copies take, and where they are not pinned, as the first one shows."""
         if self._unpinned:
-            instead = " checkpoint.async_mode='async' pins them." if self._shared and pins_memory(device.type) else ""
+            instead = (
+                " checkpoint.async_mode='async' pins them."
+                if self._shared and pins_memory(device.type)
+                else ""
+            )
             logger.warning(
                 "%.1f MB of %.1f MB of a background save are copied from %s to memory of the host that is not pinned, which takes "
                 "longer.%s",
@@ -185,7 +192,10 @@ def to_host(value: object) -> Any:
         local = local_part(tensor)
         if local.device.type != "cpu":
             return with_local_part(tensor, local.cpu())
-        if local.layout == torch.strided and local.untyped_storage().nbytes() > local.numel() * local.element_size():
+        if (
+            local.layout == torch.strided
+            and local.untyped_storage().nbytes() > local.numel() * local.element_size()
+        ):
             return with_local_part(tensor, local.clone())
         return tensor
 

@@ -305,7 +305,9 @@ def set_aside(path: Path) -> None:
     """Rename the file or directory at a path to a unique name `<name>.aside-<random>`, and log it."""
     aside = path.parent / f"{path.name}.aside-{uuid.uuid4().hex[:8]}"
     replace(path, aside)
-    logger.warning("%s was in the way of a checkpoint and is no part of one. It was moved to %s.", path, aside)
+    logger.warning(
+        "%s was in the way of a checkpoint and is no part of one. It was moved to %s.", path, aside
+    )
 
 
 def open_regular(path: Path) -> int:
@@ -315,7 +317,9 @@ def open_regular(path: Path) -> int:
         if stat.S_ISREG(os.fstat(handle).st_mode):
             return handle
         os.close(handle)
-    raise CheckpointDiskError(f"Expected a file at {path}. Received: a path that {absence(path)}. Move it away.")
+    raise CheckpointDiskError(
+        f"Expected a file at {path}. Received: a path that {absence(path)}. Move it away."
+    )
 
 
 def chunks(path: Path, size: int = _CHUNK) -> Iterator[memoryview]:
@@ -355,7 +359,9 @@ _BLOCKS = 64
 def sampled_digest(path: Path) -> str:
     """Return a SHA-256 over the size of a file and evenly spaced blocks of it, or over those of all files below a directory."""
     digest = hashlib.sha256()
-    files = [path] if path.is_file() else sorted(each for each in path.rglob("[!.]*") if each.is_file())
+    files = (
+        [path] if path.is_file() else sorted(each for each in path.rglob("[!.]*") if each.is_file())
+    )
     blocks = max(_BLOCKS // max(len(files), 1), 2)
     for file in files:
         handle = open_regular(file)
@@ -403,7 +409,9 @@ def remove_tree(directory: Path, *, within: int | None = None) -> None:
         handle = os.open(name, _DIRECTORY, dir_fd=within)
         try:
             with os.scandir(handle) as entries:
-                found = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
+                found = sorted(
+                    (entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries
+                )
             for entry, is_directory in found:
                 if is_directory:
                     remove_tree(directory / entry, within=handle)

@@ -17,7 +17,16 @@ from danling.utils.files import refuse_link
 from . import storage
 from .checkpoint_store import CheckpointStore
 from .errors import CheckpointDamaged, reason
-from .manifest import Manifest, Record, damaged, find_problems, history_name, is_history, is_name, read_manifest
+from .manifest import (
+    Manifest,
+    Record,
+    damaged,
+    find_problems,
+    history_name,
+    is_history,
+    is_name,
+    read_manifest,
+)
 
 logger = logging.getLogger("danling")
 
@@ -88,7 +97,11 @@ class TargetStore(CheckpointStore):
             size = storage.size_of(path)
             if size is None:
                 raise damaged([f"{path.name} {storage.absence(path)}"], path)
-            name = storage.read_text(path).removesuffix("\n") if size <= _POINTER_BYTES else f"{size} bytes"
+            name = (
+                storage.read_text(path).removesuffix("\n")
+                if size <= _POINTER_BYTES
+                else f"{size} bytes"
+            )
         except OSError as error:
             raise damaged([f"{path.name} cannot be read: {reason(error)}"], path) from error
         if not is_target(name):
@@ -114,13 +127,21 @@ class TargetStore(CheckpointStore):
                 self.give_up(path.name)
 
     def litter(self) -> list[Path]:
-        left = [self.directory / name for name in storage.names(self.directory) if name.startswith(storage.STAGED)]
+        left = [
+            self.directory / name
+            for name in storage.names(self.directory)
+            if name.startswith(storage.STAGED)
+        ]
         targets = self.directory / TARGETS
         names = storage.names(targets) if os.path.isdir(targets) else ()
-        return left + [targets / name for name in names if is_target(name) and _is_unfinished(targets / name)]
+        return left + [
+            targets / name for name in names if is_target(name) and _is_unfinished(targets / name)
+        ]
 
     def listed(self) -> list[Path]:
-        pointers = [self.directory / name for name in sorted(filter(is_name, storage.names(self.directory)))]
+        pointers = [
+            self.directory / name for name in sorted(filter(is_name, storage.names(self.directory)))
+        ]
         led_to = set()
         for pointer in pointers:
             with suppress(CheckpointDamaged):  # `examine` says why
@@ -140,14 +161,24 @@ class TargetStore(CheckpointStore):
     def examine(self, path: Path, level: str) -> tuple[Manifest, list[str]]:
         target = self.target(path)
         try:
-            manifest, names = read_manifest(target / SUMS, f"{target.name}/{SUMS}"), storage.names(target)
+            manifest, names = (
+                read_manifest(target / SUMS, f"{target.name}/{SUMS}"),
+                storage.names(target),
+            )
         except (CheckpointDamaged, OSError) as error:
             raise damaged([str(error)], path) from error
         if manifest.record.name != target.name:
-            raise damaged([f"{target.name}/{SUMS} describes {manifest.record.name} instead of {target.name}"], path)
+            raise damaged(
+                [f"{target.name}/{SUMS} describes {manifest.record.name} instead of {target.name}"],
+                path,
+            )
         # Of what is spread over machines, those files that are here.
-        here = {name: of for name, of in manifest.files.items() if not self.is_partial or name in names}
-        problems = find_problems(replace(manifest, files=here), target, level) + misled(path, manifest.record)
+        here = {
+            name: of for name, of in manifest.files.items() if not self.is_partial or name in names
+        }
+        problems = find_problems(replace(manifest, files=here), target, level) + misled(
+            path, manifest.record
+        )
         extra = sorted(names - manifest.files.keys() - {SUMS})
         return manifest, problems + [f"{name} is not part of it" for name in extra]
 
@@ -158,7 +189,9 @@ class TargetStore(CheckpointStore):
     def sweep(self, protected: set[int], *, run: str) -> None:
         for record in self.records(complete=False):
             path = self.path(record.name)
-            unused = is_target(record.name) and record.run == run and record.sequence not in protected
+            unused = (
+                is_target(record.name) and record.run == run and record.sequence not in protected
+            )
             if unused and not os.path.islink(path):
                 with self._opened_targets() as targets:
                     # The manifest first: without it the target does not count, whatever else is left when this is interrupted.
@@ -194,7 +227,10 @@ def is_engine_target(target: Path) -> bool:
 
 def misled(pointer: Path, record: Record) -> list[str]:
     """Return the defects of a pointer to a checkpoint of another step or epoch than its name says; empty when nothing is."""
-    fitting = [history_name(step_mode=mode, epoch=record.epoch, global_step=record.step) for mode in (True, False)]
+    fitting = [
+        history_name(step_mode=mode, epoch=record.epoch, global_step=record.step)
+        for mode in (True, False)
+    ]
     if not is_history(pointer.name) or pointer.name in fitting:
         return []
     return [f"{pointer.name} leads to the checkpoint of step {record.step}, epoch {record.epoch}"]
@@ -202,4 +238,8 @@ def misled(pointer: Path, record: Record) -> list[str]:
 
 def _is_unfinished(target: Path) -> bool:
     """Whether a target is what a killed save leaves: a directory without a manifest, which is written last."""
-    return os.path.isdir(target) and not os.path.islink(target) and storage.absence(target / SUMS) == storage.MISSING
+    return (
+        os.path.isdir(target)
+        and not os.path.islink(target)
+        and storage.absence(target / SUMS) == storage.MISSING
+    )

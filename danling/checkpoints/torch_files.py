@@ -49,7 +49,9 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
     # torch compares no sums, and takes the sizes that an archive claims.
     problems = archive_complaints(path, tensors=False, required=False) if is_zip else []
     if problems:
-        raise CheckpointDamaged(f"Expected a file of torch.save. Received: {path}: {'; '.join(problems[:5])}.")
+        raise CheckpointDamaged(
+            f"Expected a file of torch.save. Received: {path}: {'; '.join(problems[:5])}."
+        )
     try:
         _check_depth(path, is_zip=is_zip)
         if is_text(path):
@@ -65,7 +67,9 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
     except OSError as error:
         raise disk_error("read", path, error) from error
     except Exception as error:
-        raise CheckpointDamaged(f"Expected a file of torch.save. Received: {path}, {why_unreadable(error)}") from error
+        raise CheckpointDamaged(
+            f"Expected a file of torch.save. Received: {path}, {why_unreadable(error)}"
+        ) from error
 
 
 def _check_depth(path: Path, *, is_zip: bool) -> None:
@@ -73,14 +77,19 @@ def _check_depth(path: Path, *, is_zip: bool) -> None:
     with open_file(path) as file:
         if is_zip:
             with ZipFile(file) as archive:
-                record = next((each for each in archive.infolist() if each.filename.endswith("data.pkl")), None)
+                record = next(
+                    (each for each in archive.infolist() if each.filename.endswith("data.pkl")),
+                    None,
+                )
                 content = _stored_content(file, record) if record is not None else b""
             is_deep = bool(content) and is_too_deep(BytesIO(content), _DEEPEST_PICKLE)
         else:
             # The older format has three small pickles before that of the values.
             is_deep = any(is_too_deep(file, _DEEPEST_PICKLE) for _ in range(4))
     if is_deep:
-        raise CheckpointDamaged(f"Expected values of at most {_DEEPEST} levels. Received: {path}, with more.")
+        raise CheckpointDamaged(
+            f"Expected values of at most {_DEEPEST} levels. Received: {path}, with more."
+        )
 
 
 def _stored_content(file: BinaryIO, record: ZipInfo) -> bytes:
@@ -112,11 +121,15 @@ def check_values(payload: object, path: Path, *, size: int | None = None) -> Non
                     if isinstance(inner, (torch.Tensor, dict, list, tuple)):
                         below[id(inner)] = (inner, times + below.get(id(inner), (None, 0))[1])
         if count > _MOST_VALUES:
-            raise CheckpointDamaged(f"Expected at most {_MOST_VALUES:,} values. Received: {path}, with more.")
+            raise CheckpointDamaged(
+                f"Expected at most {_MOST_VALUES:,} values. Received: {path}, with more."
+            )
         level = below
         if not level:
             return
-    raise CheckpointDamaged(f"Expected values of at most {_DEEPEST} levels. Received: {path}, with more.")
+    raise CheckpointDamaged(
+        f"Expected values of at most {_DEEPEST} levels. Received: {path}, with more."
+    )
 
 
 def why_unreadable(error: Exception) -> str:
@@ -130,7 +143,11 @@ def why_unreadable(error: Exception) -> str:
             f"of such a class is read in a program that imports {package} before."
         )
     first = (str(error).splitlines() or [""])[0].rstrip(".")
-    is_plain = isinstance(error, (RuntimeError, MemoryError)) and "weights_only" not in first and "\x1b" not in first
+    is_plain = (
+        isinstance(error, (RuntimeError, MemoryError))
+        and "weights_only" not in first
+        and "\x1b" not in first
+    )
     if first and is_plain:
         return f"which torch cannot read: {first}."
     return "which is damaged, or something else; `danling verify` shows damage of a checkpoint."

@@ -67,7 +67,9 @@ class WriterProcess:
         try:
             with theirs:
                 command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
-                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # Tensors in shared memory are fetched over connections that this key opens.
@@ -131,7 +133,11 @@ class WriterProcess:
             code = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             return "it answers no more"
-        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+        return (
+            f"it was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"it ended with exit code {code}"
+        )
 
     def end(self) -> None:
         """End it, by force when it is at work still or has not been asked for anything yet."""
@@ -207,7 +213,9 @@ def write_target(save: Callable[..., None], payload: dict[str, object], writer: 
     """Write a target under a lock of this process."""
     # A kill of the parent releases the lock of the run, while this process may be in the middle of a call: a restart waits for this
     # lock as well.
-    own = FileLock(Path(writer.path).parent.parent / f"{WRITING}{socket.gethostname()}-{os.getpid()}")
+    own = FileLock(
+        Path(writer.path).parent.parent / f"{WRITING}{socket.gethostname()}-{os.getpid()}"
+    )
     own.acquire()
     try:
         save(payload, writer)

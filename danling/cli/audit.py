@@ -32,9 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run directory; updates at which it has checkpoints, by default the last two; FROM 0: scratch",
     )
     parser.add_argument(
-        "--scratch", type=Path, help="directory to train in, which is kept (default: one that is removed)"
+        "--scratch",
+        type=Path,
+        help="directory to train in, which is kept (default: one that is removed)",
     )
-    parser.add_argument("--timeout", type=at_least(0, float), help="seconds that the program may take")
+    parser.add_argument(
+        "--timeout", type=at_least(0, float), help="seconds that the program may take"
+    )
     parser.add_argument(
         "--tolerance",
         type=at_least(0, float),
@@ -51,7 +55,9 @@ def run(options: argparse.Namespace) -> int:
     run, start, end = stretch(options.stretch)
     with tempfile.TemporaryDirectory(prefix="danling-audit-") as temporary:
         scratch = options.scratch or Path(temporary)
-        found = audit_run(run, options.program, scratch=scratch, start=start, end=end, timeout=options.timeout)
+        found = audit_run(
+            run, options.program, scratch=scratch, start=start, end=end, timeout=options.timeout
+        )
     beyond = found.beyond(options.tolerance or 0.0)
     is_accepted = found.is_same or (options.tolerance is not None and not beyond)
     if options.json:
@@ -64,8 +70,11 @@ def run(options: argparse.Namespace) -> int:
                 "failed": found.failed,
                 "ranks": found.ranks,
                 "differing": found.differing,
-                "shares": {each.path: each.share for each in found.differences} | dict(found.comparison.shares),
-                "divergences": [{**asdict(each), "what": each.what} for each in found.comparison.divergences],
+                "shares": {each.path: each.share for each in found.differences}
+                | dict(found.comparison.shares),
+                "divergences": [
+                    {**asdict(each), "what": each.what} for each in found.comparison.divergences
+                ],
                 "environment": found.comparison.environment,
                 "settings": found.comparison.settings,
             }
@@ -74,7 +83,9 @@ def run(options: argparse.Namespace) -> int:
     _show(found)
     if options.tolerance is not None and not found.is_same:
         verdict = "Accepted" if is_accepted else "Not accepted"
-        print(f"{verdict} with a tolerance of {options.tolerance:g}{f': {_some(beyond)}' if beyond else ''}.")
+        print(
+            f"{verdict} with a tolerance of {options.tolerance:g}{f': {_some(beyond)}' if beyond else ''}."
+        )
     if found.failed is not None:
         last = found.failed.strip().rpartition("\n")[2]
         print(
@@ -99,10 +110,15 @@ def _show(found: AuditResult) -> None:
     print()
     show_environment(found.comparison, names=names)
     entries = {each.path: each.share for each in found.differences if each.share is not None}
-    for what, of, shares in (("entries", "norm", entries), ("figures", "value", found.comparison.shares)):
+    for what, of, shares in (
+        ("entries", "norm", entries),
+        ("figures", "value", found.comparison.shares),
+    ):
         if shares:
             name = max(shares, key=lambda name: shares[name])
-            print(f"{len(shares)} {what} differ by at most {shares[name]:.1e} of their {of} ({name})")
+            print(
+                f"{len(shares)} {what} differ by at most {shares[name]:.1e} of their {of} ({name})"
+            )
     before, now = found.ranks
     if before != now:
         print(

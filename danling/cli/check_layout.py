@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "layout",
         help="axes and their degrees, such as shard=2,tensor=2; or ddp=2, accelerate=2: their product is started",
     )
-    parser.add_argument("--updates", type=at_least(1), default=2, help="updates to compare (default: 2)")
+    parser.add_argument(
+        "--updates", type=at_least(1), default=2, help="updates to compare (default: 2)"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float64", "own"),
@@ -34,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="float64, or the precision of the program, where rounding is larger (default: float64)",
     )
     parser.add_argument(
-        "--batch", type=at_least(1), help="samples of an update (default: those of the program, in shares that differ)"
+        "--batch",
+        type=at_least(1),
+        help="samples of an update (default: those of the program, in shares that differ)",
     )
     add_check_options(parser, rounding="by the dtype")
     parser.epilog = "After `--` comes the program, as you start it for one process."

@@ -35,7 +35,12 @@ def run(options: argparse.Namespace) -> int:
         found = compare_runs(first, second)
         problems = name_problems([first, second])
     if options.json:
-        print_json({**asdict(found), "divergences": [{**asdict(p), "what": p.what} for p in found.divergences]})
+        print_json(
+            {
+                **asdict(found),
+                "divergences": [{**asdict(p), "what": p.what} for p in found.divergences],
+            }
+        )
     else:
         show(found, names=(options.first, options.second))
     code = DAMAGED if found.divergences else OK
@@ -69,7 +74,9 @@ def show_divergences(divergences: Sequence[Divergence], *, names: tuple[str, str
     first = divergences[0]
     print(f"first difference at step {first.step}: {first.what}")
     head = ("figure", "first differs at", "last equal at", *names, "difference")
-    rows = [(p.figure, p.step, p.last_equal, *map(_exact, p.values), p.difference) for p in divergences]
+    rows = [
+        (p.figure, p.step, p.last_equal, *map(_exact, p.values), p.difference) for p in divergences
+    ]
     print_table(head, rows)
 
 

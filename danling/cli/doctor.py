@@ -37,7 +37,9 @@ received = torch.compile(lambda x: (x.sin() + 1).relu())(x)
 received.sum().backward()
 assert torch.allclose(received, expected), f"the compiled function returns {received.tolist()} for {expected.tolist()}"
 """
-_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt|NotFound|Damaged|Mismatch|Failed|Compiler)\b.*: \S")
+_EXCEPTION = re.compile(
+    r"[\w.]*(Error|Exception|Interrupt|NotFound|Damaged|Mismatch|Failed|Compiler)\b.*: \S"
+)
 """The line that ends the traceback of an exception."""
 
 
@@ -55,13 +57,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     from danling.config.names import BACKENDS  # torch
 
-    parser.add_argument("--skip", nargs="+", default=[], choices=("torch", *BACKENDS, "compile"), help="leave out")
     parser.add_argument(
-        "--timeout", type=at_least(1, float), default=180.0, help="seconds that one check may take (default: 180)"
+        "--skip", nargs="+", default=[], choices=("torch", *BACKENDS, "compile"), help="leave out"
     )
-    parser.add_argument("--cpu", action="store_true", help="train on two processes of the CPU, and hide CUDA devices")
+    parser.add_argument(
+        "--timeout",
+        type=at_least(1, float),
+        default=180.0,
+        help="seconds that one check may take (default: 180)",
+    )
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="train on two processes of the CPU, and hide CUDA devices",
+    )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--remote", metavar="URL", help="try an object store instead, such as s3://bucket/prefix")
+    instead.add_argument(
+        "--remote", metavar="URL", help="try an object store instead, such as s3://bucket/prefix"
+    )
     instead.add_argument(
         "--script",
         action="store_true",
@@ -92,7 +105,9 @@ def run(options: argparse.Namespace) -> int:
             "Write `danling doctor --script -- ...`."
         )
     if options.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks; the programs that are started have it too
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # before torch looks; the programs that are started have it too
+        )
     if options.remote is not None:
         examined = _examine_store(options.remote)
     elif options.quick is not None:
@@ -154,7 +169,10 @@ def _devices() -> tuple[int, str]:
     count = torch.accelerator.device_count()
     processes = min(count, 2)
     name = device_name(torch.device(kind, 0))
-    return processes, f"{processes} process{'es' if processes > 1 else ''} on {kind} ({name}; {count} in all)"
+    return (
+        processes,
+        f"{processes} process{'es' if processes > 1 else ''} on {kind} ({name}; {count} in all)",
+    )
 
 
 def _examine_program(program: Sequence[str], updates: int, timeout: float) -> Iterator[Check]:
@@ -170,7 +188,9 @@ def _try_quickly(program: Sequence[str], updates: int, timeout: float) -> Iterat
     from danling.audit.quick import try_quickly  # torch
 
     with tempfile.TemporaryDirectory(prefix="danling-doctor-") as folder:
-        yield Check("quick run", "ok", try_quickly(program, Path(folder), updates=updates, timeout=timeout))
+        yield Check(
+            "quick run", "ok", try_quickly(program, Path(folder), updates=updates, timeout=timeout)
+        )
 
 
 def _examine_store(url: str) -> Iterator[Check]:
@@ -206,8 +226,13 @@ def _try_torch() -> tuple[str, str]:
     tested = f"tested with {TESTED[0]} to {TESTED[-1]}"
     missing = missing_names(version)
     if missing:
-        raise RuntimeError(f"{version} ({tested}) lacks {', '.join(missing)}. Install a tested release.")
-    return "ok", f"{version} ({tested}): all {len(PRIVATE_NAMES)} private names that the library uses"
+        raise RuntimeError(
+            f"{version} ({tested}) lacks {', '.join(missing)}. Install a tested release."
+        )
+    return (
+        "ok",
+        f"{version} ({tested}): all {len(PRIVATE_NAMES)} private names that the library uses",
+    )
 
 
 def _try_compiler(timeout: float) -> tuple[str, str]:
@@ -221,7 +246,9 @@ def _try_compiler(timeout: float) -> tuple[str, str]:
             f"{cxx_command()} does not run; for stack=graph and compile.enable install g++, or name one in CXX",
         )
     try:
-        done = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            [sys.executable, "-c", _COMPILE], capture_output=True, text=True, timeout=timeout
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no end in {timeout:g} s, with {found}") from None
     if done.returncode:

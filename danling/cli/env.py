@@ -63,7 +63,11 @@ def run(options: argparse.Namespace) -> int:
 
 def environment() -> dict[str, object]:
     """Return the facts as plain values."""
-    variables = {k: v for k, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(k) and not _SECRET.search(k)}
+    variables = {
+        k: v
+        for k, v in sorted(os.environ.items())
+        if _VARIABLES.fullmatch(k) and not _SECRET.search(k)
+    }
     try:
         memory = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
     except (AttributeError, ValueError, OSError):
@@ -72,7 +76,9 @@ def environment() -> dict[str, object]:
         "danling": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
-        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_count": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory": memory,
         "gpus": ", ".join(_gpus()) or "none",
         "packages": {name: _installed(name) for name in PACKAGES},

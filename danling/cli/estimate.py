@@ -48,10 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument("checkpoint", nargs="?", help="take the shapes of its model")
     parser.add_argument("--params", type=count, help="parameters outside experts: 7e9, 7B, 350M")
-    parser.add_argument("--expert-params", type=count, default=0.0, help="parameters of all experts together")
+    parser.add_argument(
+        "--expert-params", type=count, default=0.0, help="parameters of all experts together"
+    )
     for axis in AXES:
         name = axis.replace("_", "-")
-        parser.add_argument(f"--{name}", type=at_least(1), default=1, metavar="N", help=f"degree of the {axis} axis")
+        parser.add_argument(
+            f"--{name}", type=at_least(1), default=1, metavar="N", help=f"degree of the {axis} axis"
+        )
     parser.add_argument(
         "--stage",
         type=int,
@@ -59,15 +63,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="ZeRO stage, which decides what shard divides: 0 nothing (DDP), 1 optimizer, 2 gradients too, 3 parameters too (FSDP)",
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZER_STATES, default="adamw", help="what keeps state")
     parser.add_argument(
-        "--precision", choices=tuple(DTYPE_BYTES), default="fp32", help="dtype of the weights; autocast keeps fp32"
+        "--optimizer", choices=OPTIMIZER_STATES, default="adamw", help="what keeps state"
     )
     parser.add_argument(
-        "--grad-precision", choices=tuple(DTYPE_BYTES), help="dtype of the gradients (default: of the weights)"
+        "--precision",
+        choices=tuple(DTYPE_BYTES),
+        default="fp32",
+        help="dtype of the weights; autocast keeps fp32",
     )
     parser.add_argument(
-        "--master", action="store_true", help="the optimizer keeps fp32 weights and states, as DeepSpeed does"
+        "--grad-precision",
+        choices=tuple(DTYPE_BYTES),
+        help="dtype of the gradients (default: of the weights)",
+    )
+    parser.add_argument(
+        "--master",
+        action="store_true",
+        help="the optimizer keeps fp32 weights and states, as DeepSpeed does",
     )
     parser.add_argument("--ema", action="store_true", help="an EMA of the weights is kept")
     add_json(parser)
@@ -77,7 +90,9 @@ def run(options: argparse.Namespace) -> int:
     """Print the bytes of each part."""
     if (options.checkpoint is None) == (options.params is None):
         received = f"checkpoint={options.checkpoint!r}, params={options.params!r}"
-        raise ValueError(f"Expected a checkpoint or --params, one of the two. Received: {received}.")
+        raise ValueError(
+            f"Expected a checkpoint or --params, one of the two. Received: {received}."
+        )
     if options.checkpoint is not None and options.expert_params:
         raise ValueError(
             "Expected --expert-params with --params. Received: a checkpoint, whose shapes do not say what an expert is."
@@ -95,7 +110,10 @@ def run(options: argparse.Namespace) -> int:
         facts = {"layout": {**degrees, "stage": options.stage}, "world_size": ranks}
         print_json({**facts, "parameters": parameters, "bytes_per_rank": parts})
         return OK
-    active = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "no axis above 1"
+    active = (
+        ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        or "no axis above 1"
+    )
     print(f"{parameters:.4g} parameters on {ranks} ranks ({active}), ZeRO stage {options.stage}\n")
     rows = [(name, as_bytes(size)) for name, size in parts.items() if size or name == "total"]
     print_table(("on each rank", "memory"), rows)
@@ -122,7 +140,11 @@ def model_shapes(source: str) -> dict[str, tuple[int, ...]]:
         for e in contents.entries
         if not own or e.name.startswith("model.")
     }
-    trained = {name for name in shapes if any(e.name.startswith(f"optimizer.state.{name}.") for e in contents.entries)}
+    trained = {
+        name
+        for name in shapes
+        if any(e.name.startswith(f"optimizer.state.{name}.") for e in contents.entries)
+    }
     if not shapes:
         raise ValueError(
             f"Expected a checkpoint with a model. Received: {source!r} with {sorted(contents.sections())}."
@@ -173,7 +195,9 @@ def bytes_per_rank(
         "gradients": (divided if stage >= 2 else whole) * DTYPE_BYTES[grad_precision or precision],
         "optimizer": kept * tensors * kept_bytes + scalars * SCALAR_BYTES * len(model.shapes),
         "master": kept * DTYPE_BYTES["fp32"] if master and precision != "fp32" else 0,
-        "ema": (divided if stage == 3 else whole) * max(DTYPE_BYTES[precision], DTYPE_BYTES["fp32"]) if ema else 0,
+        "ema": (divided if stage == 3 else whole) * max(DTYPE_BYTES[precision], DTYPE_BYTES["fp32"])
+        if ema
+        else 0,
     }
     rounded = {name: math.ceil(value) for name, value in parts.items()}
     return {**rounded, "total": sum(rounded.values())}
@@ -186,8 +210,11 @@ def elements(model: Model, degrees: Mapping[str, int]) -> float:
     dense = model.dense / shard
     if model.shapes:
         dense = sum(
-            math.ceil(shape[0] / shard) * math.prod(shape[1:]) if shape else 1 for shape in model.shapes.values()
+            math.ceil(shape[0] / shard) * math.prod(shape[1:]) if shape else 1
+            for shape in model.shapes.values()
         )
     others = [axis for axis in axes_with(divides_dense=True) if axis != "shard"]
     dense /= math.prod(degrees.get(axis, 1) for axis in others)
-    return dense + model.experts / math.prod(degrees.get(axis, 1) for axis in axes_with(divides_experts=True))
+    return dense + model.experts / math.prod(
+        degrees.get(axis, 1) for axis in axes_with(divides_experts=True)
+    )

@@ -37,7 +37,14 @@ def run(options: argparse.Namespace) -> int:
         sections = explain(found)
         location = found.location or str(found.path)
         if options.json:
-            print_json({"run": location, "sections": sections, "record": found.record, "config": found.config})
+            print_json(
+                {
+                    "run": location,
+                    "sections": sections,
+                    "record": found.record,
+                    "config": found.config,
+                }
+            )
             return name_problems([found])
         print(location)
         for name, lines in sections.items():
@@ -53,7 +60,10 @@ def explain(run: Run) -> dict[str, list[str]]:
     """Return what a run trained: by section, the lines of it. Without `metadata/run.json`, only what its other files say."""
     config = run.config
     directory = Path(
-        str(config.get("checkpoint_dir") or run.path / str(config.get("checkpoint.dir_name", "checkpoints")))
+        str(
+            config.get("checkpoint_dir")
+            or run.path / str(config.get("checkpoint.dir_name", "checkpoints"))
+        )
     )
     saved = newest_record(directory)
     step = run.step if saved is None else saved.step
@@ -61,7 +71,9 @@ def explain(run: Run) -> dict[str, list[str]]:
     progress = [
         f"trained to step {step}{budget}" if step is not None else "no step was logged",
         "no checkpoint was saved" if saved is None and step is not None else "",
-        f"{max(run.results, default=0)} of {as_text(config['epochs'])} epochs" if config.get("epochs") else "",
+        f"{max(run.results, default=0)} of {as_text(config['epochs'])} epochs"
+        if config.get("epochs")
+        else "",
         f"attempts {run.attempts}" if run.attempts else "",
         f"last written {run.changed:%Y-%m-%d %H:%M} UTC" if run.changed else "",
     ]
@@ -78,11 +90,18 @@ def explain(run: Run) -> dict[str, list[str]]:
         results.append(f"best {as_text(run.score_name)} {best}")
     if run.results:
         last_index, of_splits = max(run.results.items())
-        figures = [_line({f"{split}/{name}": value for name, value in of.items()}) for split, of in of_splits.items()]
+        figures = [
+            _line({f"{split}/{name}": value for name, value in of.items()})
+            for split, of in of_splits.items()
+        ]
         results.append(f"last, at {last_index}: {', '.join(figures)}")
     sections["results"] = results
     sizes = checkpoint_sizes(directory)
-    disk = f"checkpoints take {as_bytes(sum(sizes))}; the last one {as_bytes(sizes[-1])}" if sizes else ""
+    disk = (
+        f"checkpoints take {as_bytes(sum(sizes))}; the last one {as_bytes(sizes[-1])}"
+        if sizes
+        else ""
+    )
     sections["disk"] = [disk or "no checkpoint here"]
     if not run.record:
         sections["missing"] = [
@@ -98,24 +117,42 @@ def _lines(name: str, about: Mapping[str, object]) -> list[str]:
         if f"{name}.{key}" not in _LEFT_TO_JSON:
             found = _mappings(value)
             lines += [f"{key}: {_line(each)}" for each in found[:_MOST_LINES]]
-            lines += [f"and {len(found) - _MOST_LINES} more, which --json has"] if len(found) > _MOST_LINES else []
+            lines += (
+                [f"and {len(found) - _MOST_LINES} more, which --json has"]
+                if len(found) > _MOST_LINES
+                else []
+            )
     return list(filter(None, lines))
 
 
 def _mappings(value: object) -> list[Mapping[str, object]]:
-    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, Mapping)]
+    return [
+        each
+        for each in (value if isinstance(value, list) else [value])
+        if isinstance(each, Mapping)
+    ]
 
 
 def _line(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {as_text(value)}" for name, value in values.items() if value is not None)
+    return ", ".join(
+        f"{name} {as_text(value)}" for name, value in values.items() if value is not None
+    )
 
 
 def checkpoint_sizes(directory: Path) -> list[int]:
     """Return the bytes of each checkpoint in a directory of checkpoints, hard links once, in the order they were written."""
     found: dict[tuple[int, int], tuple[float, int]] = {}
     for path in (*directory.glob("*.pth"), *directory.glob("targets/*")):
-        inside = {path: path.stat()} if path.is_file() else {file: file.lstat() for file in path.rglob("*")}
-        sizes = {(status.st_dev, status.st_ino): status.st_size for file, status in inside.items() if file.is_file()}
+        inside = (
+            {path: path.stat()}
+            if path.is_file()
+            else {file: file.lstat() for file in path.rglob("*")}
+        )
+        sizes = {
+            (status.st_dev, status.st_ino): status.st_size
+            for file, status in inside.items()
+            if file.is_file()
+        }
         own = path.stat()
         found[own.st_dev, own.st_ino] = own.st_mtime, sum(sizes.values())
     return [size for _, size in sorted(found.values())]

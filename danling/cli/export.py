@@ -32,7 +32,9 @@ _UNITS |= {f"{unit}B": size for unit, size in _UNITS.items()}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("checkpoint", help="a checkpoint, or a directory with a latest one; or its URL")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint, or a directory with a latest one; or its URL"
+    )
     parser.add_argument("output", type=Path, help="file or directory to write")
     parser.add_argument(
         "--format",
@@ -49,10 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='write the averaged weights, or with "beside" both; without it the averaged ones if there are any, which the run evaluated',
     )
     which.add_argument(
-        "--trained", action="store_true", help="write the trained weights, also where there are averages"
+        "--trained",
+        action="store_true",
+        help="write the trained weights, also where there are averages",
     )
     parser.add_argument(
-        "--max-shard-size", type=size_in_bytes, metavar="SIZE", help="of files in a directory, such as 5GB or 2GiB"
+        "--max-shard-size",
+        type=size_in_bytes,
+        metavar="SIZE",
+        help="of files in a directory, such as 5GB or 2GiB",
     )
     parser.add_argument(
         "--trust",
@@ -66,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verify, read and write."""
     _check_output(options)
-    with checkpoint_at(options.checkpoint, files=["metadata"] if options.format == "hf" else []) as path:
+    with checkpoint_at(
+        options.checkpoint, files=["metadata"] if options.format == "hf" else []
+    ) as path:
         _check_place(options.output, path)
         found = read_weights(
             path,
@@ -78,12 +87,17 @@ def run(options: argparse.Namespace) -> int:
         written = _write(options, path, found)
     sizes = {str(file): file.stat().st_size for file in written}
     if options.json:
-        print_json({"files": sizes, "tensors": len(found.model), "step": found.step, "weights": found.kind})
+        print_json(
+            {"files": sizes, "tensors": len(found.model), "step": found.step, "weights": found.kind}
+        )
     else:
         for name, size in sizes.items():
             print(f"{name}: {as_bytes(size)}")
         if found.kind == "averaged":
-            print("danling: averaged weights, which the run evaluated; --trained writes the others", file=sys.stderr)
+            print(
+                "danling: averaged weights, which the run evaluated; --trained writes the others",
+                file=sys.stderr,
+            )
     return OK
 
 
@@ -112,7 +126,11 @@ def _check_place(output: Path, checkpoint: Path) -> None:
     directory = source.parent if source.name == TARGETS else source
     is_of_run = directory.name == "checkpoints" or (directory / TARGETS).is_dir()
     own = Path(os.path.realpath(output))
-    if own == directory or (is_of_run and directory in own.parents) or own.with_name(own.name + FILE_SUMS).exists():
+    if (
+        own == directory
+        or (is_of_run and directory in own.parents)
+        or own.with_name(own.name + FILE_SUMS).exists()
+    ):
         raise ValueError(
             f"Expected an output outside of the run's checkpoints. Received: {str(output)!r}. Choose another directory."
         )
@@ -123,14 +141,21 @@ def _write(options: argparse.Namespace, checkpoint: Path, found: FoundWeights) -
     # Only now, so that a wrong option is named at once.
     import torch
 
-    from danling.checkpoints.exchange import DESCRIPTION, export_weights, read_description, write_description
+    from danling.checkpoints.exchange import (
+        DESCRIPTION,
+        export_weights,
+        read_description,
+        write_description,
+    )
 
     dtype = getattr(torch, DTYPES[options.dtype]) if options.dtype else None
     described = {}
     if options.format == "hf":
         # The directory of the run that the checkpoint is in.
         path = Path(os.path.realpath(locate(checkpoint)[1]))
-        run = next((parent for parent in path.parents if (parent / "metadata").is_dir()), path.parent)
+        run = next(
+            (parent for parent in path.parents if (parent / "metadata").is_dir()), path.parent
+        )
         described = read_description(run / "metadata" / DESCRIPTION, found.model, dtype)
     written = export_weights(
         options.output,
@@ -155,7 +180,12 @@ class FoundWeights(NamedTuple):
 
 
 def read_weights(
-    source: Path, which: str | None, *, own_dtype: bool = True, trust: bool = False, complete: bool = False
+    source: Path,
+    which: str | None,
+    *,
+    own_dtype: bool = True,
+    trust: bool = False,
+    complete: bool = False,
 ) -> FoundWeights:
     """Return the weights of a verified checkpoint.
 
@@ -187,7 +217,9 @@ def read_weights(
         wanted = "a model" if model is None else "averaged weights; leave --ema out"
         # The payload has only what was asked for.
         sections = sorted(payload if is_engine_target(target) else read_contents(found).sections())
-        raise CheckpointMismatch(f"Expected a checkpoint with {wanted}. Received: {found} with {sections}.")
+        raise CheckpointMismatch(
+            f"Expected a checkpoint with {wanted}. Received: {found} with {sections}."
+        )
     for name, value in model.items():
         if not isinstance(name, str) or not hasattr(value, "untyped_storage"):
             raise CheckpointMismatch(
@@ -203,12 +235,19 @@ def read_weights(
             f"danling: {found} has no checksums next to it: verified by those inside of it, {moment(payload)}",
             file=sys.stderr,
         )
-    step = payload.get("state", {}).get("train", {}).get("global_step") if alone else store.record(found).step
+    step = (
+        payload.get("state", {}).get("train", {}).get("global_step")
+        if alone
+        else store.record(found).step
+    )
     if averaged is None:
         return FoundWeights(dict(model), None, step, "trained")
     if own_dtype:
         # Once for each tensor, so that tied ones stay tied.
-        narrow = {(id(value), model[name].dtype): value.to(model[name].dtype) for name, value in averaged.items()}
+        narrow = {
+            (id(value), model[name].dtype): value.to(model[name].dtype)
+            for name, value in averaged.items()
+        }
         averaged = {name: narrow[id(value), model[name].dtype] for name, value in averaged.items()}
     if which == "beside":
         return FoundWeights(dict(model), averaged, step, "trained")

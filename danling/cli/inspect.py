@@ -31,7 +31,8 @@ _MODEL = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument(
-        "checkpoint", help="a checkpoint, a directory with a latest one, or a file of weights; or its URL"
+        "checkpoint",
+        help="a checkpoint, a directory with a latest one, or a file of weights; or its URL",
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--config", action="store_true", help="print the settings it was made with")
@@ -57,13 +58,21 @@ def run(options: argparse.Namespace) -> int:
         print(f"{name}: {as_text(value)}")
     print()
     rows = [
-        (name, row["tensors"], row["elements"], as_bytes(row["bytes"]), ", ".join(sorted(row["dtypes"])))
+        (
+            name,
+            row["tensors"],
+            row["elements"],
+            as_bytes(row["bytes"]),
+            ", ".join(sorted(row["dtypes"])),
+        )
         for name, row in contents.sections().items()
     ]
     print_table(("section", "tensors", "elements", "size", "dtypes"), rows)
     if options.tensors:
         print()
-        lines = [(e.name, e.dtype, list(e.shape), as_bytes(e.size), e.chunks) for e in contents.entries]
+        lines = [
+            (e.name, e.dtype, list(e.shape), as_bytes(e.size), e.chunks) for e in contents.entries
+        ]
         print_table(("tensor", "dtype", "shape", "size", "pieces"), lines)
     if options.config:
         print()
@@ -99,7 +108,9 @@ def read_contents(source: str | Path) -> Outline:
     exported = [file for file in files if _MODEL.fullmatch(file.name)]
     if exported:
         parts = [read_safetensors(file) for file in exported]
-        return Outline("safetensors", path, [entry for part in parts for entry in part.entries], parts[0].plain)
+        return Outline(
+            "safetensors", path, [entry for part in parts for entry in part.entries], parts[0].plain
+        )
     store, found = locate(path)
     target = store.target(found)
     if target.is_dir():
@@ -123,12 +134,16 @@ def _read_index(path: Path) -> Outline:
         files = dict(parse_json(read_text(path))["weight_map"])
         names = sorted({plain_name(file) for file in files.values()})
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamaged(f"Expected an index of safetensors. Received: {path}: {error!r}") from error
+        raise CheckpointDamaged(
+            f"Expected an index of safetensors. Received: {path}: {error!r}"
+        ) from error
     parts = [read_safetensors(path.parent / name) for name in names]
     entries = [entry for part in parts for entry in part.entries]
     missing = sorted(files.keys() - {entry.name for entry in entries})
     if missing:
-        raise CheckpointDamaged(f"Expected all tensors of {path}. Received files without: {', '.join(missing[:10])}.")
+        raise CheckpointDamaged(
+            f"Expected all tensors of {path}. Received files without: {', '.join(missing[:10])}."
+        )
     return Outline("safetensors", path, entries, parts[0].plain if parts else {})
 
 
@@ -145,13 +160,17 @@ def read_safetensors(path: Path) -> Outline:
         plain = {"metadata": dict(header.pop("__metadata__", {}))}
         entries = [_safetensors_entry(name, about) for name, about in sorted(header.items())]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointDamaged(f"Expected a header of safetensors. Received: {path}: {error}") from error
+        raise CheckpointDamaged(
+            f"Expected a header of safetensors. Received: {path}: {error}"
+        ) from error
     return Outline("safetensors", path, entries, plain)
 
 
 def _safetensors_entry(name: str, about: Mapping[str, Any]) -> Entry:
     start, end = about["data_offsets"]
     dtype, shape = about["dtype"], list(about["shape"])
-    if not isinstance(dtype, str) or not all(type(size) is int and size >= 0 for size in (*shape, start, end - start)):
+    if not isinstance(dtype, str) or not all(
+        type(size) is int and size >= 0 for size in (*shape, start, end - start)
+    ):
         raise ValueError(f"{name!r} is no tensor")
     return Entry(name, dtype, tuple(shape), end - start)

@@ -110,7 +110,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     chosen = next((word for word in words[:end] if not word.startswith("-")), "")
     root = parser(chosen)
     if not chosen and not words[:end]:
-        root.error(f"a command is missing. The commands are {', '.join(SUBCOMMANDS)}; danling --help describes them.")
+        root.error(
+            f"a command is missing. The commands are {', '.join(SUBCOMMANDS)}; danling --help describes them."
+        )
     if chosen and chosen not in SUBCOMMANDS:
         if chosen in _TRAINS:
             root.error(
@@ -161,7 +163,9 @@ def _explained(error: Exception) -> int:
     """Say what went wrong in one line and return its exit code; what no user can fix keeps its traceback."""
     if isinstance(error, ImportError) and str(error).startswith("Expected"):
         code = MISSING_PACKAGE
-    elif isinstance(error, FileNotFoundError) or type(error).__name__ == "RemoteMissing":  # of an extension
+    elif (
+        isinstance(error, FileNotFoundError) or type(error).__name__ == "RemoteMissing"
+    ):  # of an extension
         code = NOTHING_THERE
     elif isinstance(error, (ValueError, OSError)):
         code = WRONG_USAGE

@@ -23,19 +23,28 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json`."""
-    parser.add_argument("--json", action="store_true", help="print JSON for programs instead of text for people")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON for programs instead of text for people"
+    )
 
 
 def add_check_options(parser: argparse.ArgumentParser, *, rounding: str) -> None:
     """Add the options of the commands that compare starts of a program."""
     parser.add_argument(
-        "--tolerance", type=at_least(0, float), help=f"relative difference that is rounding (default: {rounding})"
+        "--tolerance",
+        type=at_least(0, float),
+        help=f"relative difference that is rounding (default: {rounding})",
     )
     parser.add_argument(
-        "--timeout", type=at_least(0, float), default=600.0, help="seconds that each start may take (default: 600)"
+        "--timeout",
+        type=at_least(0, float),
+        default=600.0,
+        help="seconds that each start may take (default: 600)",
     )
     parser.add_argument(
-        "--scratch", type=Path, help="directory for the records, which is kept (default: one that is removed)"
+        "--scratch",
+        type=Path,
+        help="directory for the records, which is kept (default: one that is removed)",
     )
     add_json(parser)
 
@@ -49,7 +58,9 @@ def at_least(low: float, kind: type[int] | type[float] = int) -> Callable[[str],
         except ValueError:
             value = kind(low - 1)
         if not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"Expected a number of at least {low:g}. Received: {text!r}.")
+            raise argparse.ArgumentTypeError(
+                f"Expected a number of at least {low:g}. Received: {text!r}."
+            )
         return value
 
     return parse

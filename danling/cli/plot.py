@@ -37,13 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument("paths", nargs="+", help="run directories, or directories or URLs of runs")
     parser.add_argument(
-        "--output", "-o", type=Path, default=Path("curves.png"), help="a .png file (default: curves.png)"
+        "--output",
+        "-o",
+        type=Path,
+        default=Path("curves.png"),
+        help="a .png file (default: curves.png)",
     )
     parser.add_argument(
-        "--figure", nargs="+", default=[], metavar="NAME", help="loss, val/acc ... (default: all but the pace)"
+        "--figure",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="loss, val/acc ... (default: all but the pace)",
     )
     parser.add_argument("--by", choices=("step", "time"), default="step", help="horizontal axis")
-    parser.add_argument("--smooth", type=float, default=0.0, help="weight of the past in training curves, in [0, 1)")
+    parser.add_argument(
+        "--smooth", type=float, default=0.0, help="weight of the past in training curves, in [0, 1)"
+    )
     parser.add_argument("--log-scale", action="store_true", help="logarithmic vertical axis")
 
 
@@ -60,17 +70,28 @@ def run(options: argparse.Namespace) -> int:
         runs = list({run.path.resolve(): run for below in found for run in below}.values())
         names = [run.name for run in runs]
         # Two roots may have runs of the same name: then only the path tells them apart.
-        runs = [replace(r, name=r.location or str(r.path)) if names.count(r.name) > 1 else r for r in runs]
+        runs = [
+            replace(r, name=r.location or str(r.path)) if names.count(r.name) > 1 else r
+            for r in runs
+        ]
         logged = [run for run in runs if run.figures]
         if not logged and any(run.problems for run in runs):
             return name_problems(runs)  # what was logged cannot be read
         chosen = [name for panel in group(logged, options.figure).values() for name in panel]
-        drawn = [run for run in logged if any(run.curve(name, by=options.by)[0] for name in chosen)] or logged
+        drawn = [
+            run for run in logged if any(run.curve(name, by=options.by)[0] for name in chosen)
+        ] or logged
         for run in runs:
             if run not in drawn and not run.problems:
-                print(f"danling: not drawn, since it has no such metrics: {run.path}", file=sys.stderr)
+                print(
+                    f"danling: not drawn, since it has no such metrics: {run.path}", file=sys.stderr
+                )
         figure = draw_curves(
-            drawn, figures=options.figure, by=options.by, smooth=options.smooth, log_scale=options.log_scale
+            drawn,
+            figures=options.figure,
+            by=options.by,
+            smooth=options.smooth,
+            log_scale=options.log_scale,
         )
         options.output.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(options.output, png(figure))
@@ -133,7 +154,9 @@ def draw_curves(
                 _draw(axes, run.curve(name, by=by), name, smooth, color, titles[index])
         if axes.get_legend_handles_labels()[1]:
             # Below the panel: within it there may be no room that is free of curves.
-            axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+            axes.legend(
+                fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2
+            )
     return canvas
 
 
@@ -161,7 +184,9 @@ def group(runs: Sequence[Run], figures: Sequence[str] = ()) -> dict[str, list[st
         )
     for wanted in figures:
         if not any(wanted in (name, quantity_of(name)) for name in known):
-            some = ", ".join(known[:_NAMED]) + (f" and {len(known) - _NAMED} more" if len(known) > _NAMED else "")
+            some = ", ".join(known[:_NAMED]) + (
+                f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+            )
             raise ValueError(f"Expected a metric that was logged: {some}. Received: {wanted!r}.")
     if figures:
         chosen = [name for name in known if {name, quantity_of(name)} & set(figures)]
@@ -175,7 +200,9 @@ def group(runs: Sequence[Run], figures: Sequence[str] = ()) -> dict[str, list[st
             f"Expected at most {_MOST_PANELS} metrics to draw. Received: {len(panels)}. Name some, such as {next(iter(panels))!r}."
         )
     # Losses first, and what was evaluated before what only describes the pace.
-    return dict(sorted(panels.items(), key=lambda item: (item[0] != "loss", len(item[1]) == 1, item[0])))
+    return dict(
+        sorted(panels.items(), key=lambda item: (item[0] != "loss", len(item[1]) == 1, item[0]))
+    )
 
 
 def quantity_of(figure: str) -> str:

@@ -25,11 +25,17 @@ from .output import DAMAGED, OK, WRONG_USAGE, add_check_options, at_least, print
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("--ranks", type=at_least(1), help="processes to start, where the program starts none itself")
     parser.add_argument(
-        "--one", metavar="CMD", help="command for one process (default: that of the launcher, with one process)"
+        "--ranks", type=at_least(1), help="processes to start, where the program starts none itself"
     )
-    parser.add_argument("--resume", metavar="CMD", help="command that continues the program after it was killed")
+    parser.add_argument(
+        "--one",
+        metavar="CMD",
+        help="command for one process (default: that of the launcher, with one process)",
+    )
+    parser.add_argument(
+        "--resume", metavar="CMD", help="command that continues the program after it was killed"
+    )
     parser.add_argument(
         "--updates",
         type=at_least(1),
@@ -62,7 +68,9 @@ def run(options: argparse.Namespace) -> int:
                 script, shlex.split(options.resume), options.updates or 20
             ).run()
         else:
-            job = Job(directory="", updates=options.updates or 2, keeps_dropout=options.keep_dropout)
+            job = Job(
+                directory="", updates=options.updates or 2, keeps_dropout=options.keep_dropout
+            )
             report = LayoutProof(script, job, options.tolerance).run()
     if options.json:
         print_json(asdict(report))

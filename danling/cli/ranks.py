@@ -52,7 +52,14 @@ def run(options: argparse.Namespace) -> int:
             print_table(
                 _HEAD,
                 [
-                    (row.rank, row.host, round(row.lost, 1), f"{100 * row.share:.1f}%", row.cause, *seconds)
+                    (
+                        row.rank,
+                        row.host,
+                        round(row.lost, 1),
+                        f"{100 * row.share:.1f}%",
+                        row.cause,
+                        *seconds,
+                    )
                     for row, seconds in zip(rows, times)
                 ],
             )
@@ -62,4 +69,9 @@ def run(options: argparse.Namespace) -> int:
 def _change(record: Mapping[str, Any]) -> tuple[object, ...]:
     """Return a line of the table of changes, with `elastic.enabled`."""
     gap = round(float(record.get("elastic/gap_seconds") or 0.0), 3)
-    return record["step"], int(record["elastic/ranks"]), gap, "yes" if record.get("elastic/repeated") else "no"
+    return (
+        record["step"],
+        int(record["elastic/ranks"]),
+        gap,
+        "yes" if record.get("elastic/repeated") else "no",
+    )

@@ -14,14 +14,29 @@ from .output import at_least
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("--ranks", type=at_least(1), default=1, help="processes on this machine (default: 1)")
     parser.add_argument(
-        "--nnodes", type=at_least(1), default=1, help="machines, on each of which this command runs (default: 1)"
+        "--ranks", type=at_least(1), default=1, help="processes on this machine (default: 1)"
     )
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", default="", help="where several machines meet")
-    parser.add_argument("--rdzv-id", metavar="NAME", default="danling", help="name of the job there (default: danling)")
     parser.add_argument(
-        "--spares", type=at_least(0), default=1, help="replacements that are kept ready on this machine (default: 1)"
+        "--nnodes",
+        type=at_least(1),
+        default=1,
+        help="machines, on each of which this command runs (default: 1)",
+    )
+    parser.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", default="", help="where several machines meet"
+    )
+    parser.add_argument(
+        "--rdzv-id",
+        metavar="NAME",
+        default="danling",
+        help="name of the job there (default: danling)",
+    )
+    parser.add_argument(
+        "--spares",
+        type=at_least(0),
+        default=1,
+        help="replacements that are kept ready on this machine (default: 1)",
     )
     parser.epilog = "After `--` comes the program, as you start it."
 

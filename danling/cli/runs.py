@@ -43,14 +43,22 @@ _STREAM_HEAD = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument(
-        "root", nargs="?", default="experiments", help="directory or URL of the runs (default: experiments)"
+        "root",
+        nargs="?",
+        default="experiments",
+        help="directory or URL of the runs (default: experiments)",
     )
     parser.add_argument(
-        "--sort", choices=("name", "best", "latest", "step", "changed"), default="name", help="order of the rows"
+        "--sort",
+        choices=("name", "best", "latest", "step", "changed"),
+        default="name",
+        help="order of the rows",
     )
     parser.add_argument("--reverse", action="store_true", help="turn the order around")
     parser.add_argument(
-        "--all-settings", action="store_true", help="also compare settings that do not change the result"
+        "--all-settings",
+        action="store_true",
+        help="also compare settings that do not change the result",
     )
     add_json(parser)
 
@@ -62,20 +70,36 @@ def run(options: argparse.Namespace) -> int:
         differences = config_differences(runs, everything=options.all_settings)
         streams = streams_of(runs)
         if options.json:
-            keyed = {key: dict(zip((r.name for r in runs), values)) for key, values in differences.items()}
-            print_json({"runs": [run.summary() for run in runs], "differences": keyed, "streams": streams})
+            keyed = {
+                key: dict(zip((r.name for r in runs), values))
+                for key, values in differences.items()
+            }
+            print_json(
+                {"runs": [run.summary() for run in runs], "differences": keyed, "streams": streams}
+            )
             return name_problems(runs) if runs else NOTHING_THERE
         if not runs:
-            raise FileNotFoundError(f"Expected runs below {options.root!r}. Received: none. Name another directory.")
+            raise FileNotFoundError(
+                f"Expected runs below {options.root!r}. Received: none. Name another directory."
+            )
         rows = [
-            {**run.summary(), "changed": f"{run.changed:%Y-%m-%d %H:%M} UTC" if run.changed else None} for run in runs
+            {
+                **run.summary(),
+                "changed": f"{run.changed:%Y-%m-%d %H:%M} UTC" if run.changed else None,
+            }
+            for run in runs
         ]
         print_table(list(SUMMARY.values()), [[row[name] for name in SUMMARY] for row in rows])
         if differences:
             print("\nsettings that differ")
             print_table(
                 ("run", *differences),
-                list(zip((r.name for r in runs), *([as_text(v) for v in of] for of in differences.values()))),
+                list(
+                    zip(
+                        (r.name for r in runs),
+                        *([as_text(v) for v in of] for of in differences.values()),
+                    )
+                ),
             )
         if streams:
             print("\nstreams")
@@ -94,7 +118,13 @@ def _stream_row(stream: dict[str, Any]) -> list[object]:
 def ordered(runs: list[Run], key: str, *, reverse: bool = False) -> list[Run]:
     """Return runs in the order of a column; those that have no value in it come last."""
     if key == "name":
-        return sorted(runs, key=lambda run: [natural_key(part) for part in run.name.split("/")], reverse=reverse)
+        return sorted(
+            runs,
+            key=lambda run: [natural_key(part) for part in run.name.split("/")],
+            reverse=reverse,
+        )
     rows = [(run.summary()[key], run) for run in runs]
-    known = sorted((row for row in rows if row[0] is not None), key=lambda row: row[0], reverse=reverse)
+    known = sorted(
+        (row for row in rows if row[0] is not None), key=lambda row: row[0], reverse=reverse
+    )
     return [run for _, run in known] + [run for value, run in rows if value is None]

@@ -37,7 +37,9 @@ def one_run(path: str) -> Iterator[Run]:
     """Yield the one run at a directory or URL, for as long as it is read."""
     with runs_at(path) as (found,):
         if not found:
-            raise FileNotFoundError(f"Expected a run at {path!r}. Received: none. Name one of `danling runs`.")
+            raise FileNotFoundError(
+                f"Expected a run at {path!r}. Received: none. Name one of `danling runs`."
+            )
         if len(found) > 1:
             raise ValueError(
                 f"Expected one run. Received: {path!r}, below which there are {len(found)}: {found[0].name}, {found[1].name}, ... Name one."

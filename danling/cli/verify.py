@@ -18,7 +18,12 @@ from typing import Any
 from danling.checkpoints import storage
 from danling.checkpoints.checkpoint_store import SUFFIX, CheckpointStore
 from danling.checkpoints.directory import advice_about, stores_in
-from danling.checkpoints.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
+from danling.checkpoints.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+)
 from danling.checkpoints.file_store import FILE_SUMS, FileStore, has_sums, is_of_run, verify_alone
 from danling.checkpoints.manifest import is_legacy, is_name
 from danling.checkpoints.target_store import SUMS, TARGETS, TargetStore
@@ -32,8 +37,15 @@ from .source import is_url
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("checkpoint", help="a checkpoint, or a checkpoint or run directory; or its URL")
-    parser.add_argument("--level", choices=("full", "size"), default="full", help="checksums and sizes, or sizes only")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint, or a checkpoint or run directory; or its URL"
+    )
+    parser.add_argument(
+        "--level",
+        choices=("full", "size"),
+        default="full",
+        help="checksums and sizes, or sizes only",
+    )
     add_json(parser)
 
 
@@ -50,14 +62,26 @@ def run(options: argparse.Namespace) -> int:
         path = Path(options.checkpoint)
         litter = litter_of(path)
         # Of some checkpoints a deletion that was killed has left the checksums alone.
-        verdicts = [found for found in verify(path, options.level) if Path(found["path"] + FILE_SUMS) not in litter]
+        verdicts = [
+            found
+            for found in verify(path, options.level)
+            if Path(found["path"] + FILE_SUMS) not in litter
+        ]
     damaged = [verdict for verdict in verdicts if verdict["problems"]]
     if options.json:
-        print_json({"level": options.level, "checkpoints": verdicts, "litter": list(map(str, litter))})
+        print_json(
+            {"level": options.level, "checkpoints": verdicts, "litter": list(map(str, litter))}
+        )
     else:
         for verdict in verdicts:
-            about = "" if verdict["step"] is None else f"  step {verdict['step']}, epoch {verdict['epoch']}"
-            print(f"{'DAMAGED' if verdict['problems'] else 'ok':8}{as_text(verdict['path'])}{about}")
+            about = (
+                ""
+                if verdict["step"] is None
+                else f"  step {verdict['step']}, epoch {verdict['epoch']}"
+            )
+            print(
+                f"{'DAMAGED' if verdict['problems'] else 'ok':8}{as_text(verdict['path'])}{about}"
+            )
             if verdict["note"] and not verdict["problems"]:
                 print(f"        {as_text(verdict['note'])}")
             for problem in verdict["problems"]:
@@ -77,7 +101,9 @@ def litter_of(path: Path) -> list[Path]:
     if is_in_use(run):
         return []
     stores = [store for directory in (path, run / "checkpoints") for store in stores_in(directory)]
-    return sorted({left for store in stores for left in store.litter()}) + (litter_in_run(run) if run == path else [])
+    return sorted({left for store in stores for left in store.litter()}) + (
+        litter_in_run(run) if run == path else []
+    )
 
 
 def verify(path: Path, level: str) -> list[dict[str, Any]]:
@@ -97,7 +123,11 @@ def verify(path: Path, level: str) -> list[dict[str, Any]]:
 
 def checkpoints_of(path: Path) -> Iterator[Path]:
     """Yield every checkpoint that a path means, those of which only the checksums are left included."""
-    if path.is_file() or storage.size_of(path.with_name(path.name + FILE_SUMS)) is not None or (path / SUMS).is_file():
+    if (
+        path.is_file()
+        or storage.size_of(path.with_name(path.name + FILE_SUMS)) is not None
+        or (path / SUMS).is_file()
+    ):
         yield path
         return
     for directory in (path, path / "checkpoints"):
@@ -108,8 +138,16 @@ def checkpoints_of(path: Path) -> Iterator[Path]:
 
 
 def _verdict(path: Path, level: str, remote: CheckpointStore | None = None) -> dict[str, Any]:
-    store = remote or (FileStore(path.parent) if path.suffix == SUFFIX else TargetStore(path.parent))
-    found: dict[str, Any] = {"path": store.shown(path), "step": None, "epoch": None, "problems": [], "note": None}
+    store = remote or (
+        FileStore(path.parent) if path.suffix == SUFFIX else TargetStore(path.parent)
+    )
+    found: dict[str, Any] = {
+        "path": store.shown(path),
+        "step": None,
+        "epoch": None,
+        "problems": [],
+        "note": None,
+    }
     try:
         is_copy = remote is None and path.suffix == SUFFIX and path.is_file()
         if is_copy and not has_sums(path) and not is_of_run(path.parent):
@@ -125,8 +163,12 @@ def _verdict(path: Path, level: str, remote: CheckpointStore | None = None) -> d
 def _facts_of_a_copy(path: Path, level: str) -> dict[str, object]:
     """Return the facts about a file that was copied without its checksums, which those inside of it verify."""
     if is_legacy(path):
-        return {"note": "a file of torch.save before 1.6, which has no checksums: there is nothing to compare it with"}
-    note = f"{path.name}{FILE_SUMS} is missing: compared with the CRC-32 checksums inside of the file"
+        return {
+            "note": "a file of torch.save before 1.6, which has no checksums: there is nothing to compare it with"
+        }
+    note = (
+        f"{path.name}{FILE_SUMS} is missing: compared with the CRC-32 checksums inside of the file"
+    )
     try:
         verify_alone(path, level)
         # torch is needed to say more: a manifest says which checkpoint a file is, otherwise only torch can read it.

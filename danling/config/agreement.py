@@ -13,15 +13,28 @@ if TYPE_CHECKING:
     from .runner_config import RunnerConfig
 
 # What may differ by machine. By last name in any case, or by dotted name. A path is a text: `drop_path=0.1` is a rate.
-PATHS = frozenset({"dir", "path", "root", "file", "init_method", "mlflow.uri", "audit.gradients.weights"})
+PATHS = frozenset(
+    {"dir", "path", "root", "file", "init_method", "mlflow.uri", "audit.gradients.weights"}
+)
 PATH_ENDINGS = ("_dir", "_path", "_root", "_file")
 DEVICES = frozenset(
-    {"device", "gpu", "gpu_ids", "local_rank", "node_rank", "machine_rank", "hostname", "mesh_device_type"}
+    {
+        "device",
+        "gpu",
+        "gpu_ids",
+        "local_rank",
+        "node_rank",
+        "machine_rank",
+        "hostname",
+        "mesh_device_type",
+    }
 )
 # Keys at the top level and their sections. Names count on the main process only, and often contain the time; a `rank` in a section may
 # be that of a matrix.
 PROCESS = frozenset({"rank", "name", "experiment"})
-OUTPUT = frozenset({"log", "log_seconds", "tensorboard", "wandb", "mlflow", "trackio", "heartbeat", "profiling"})
+OUTPUT = frozenset(
+    {"log", "log_seconds", "tensorboard", "wandb", "mlflow", "trackio", "heartbeat", "profiling"}
+)
 RECORDS = frozenset({"git_diff", "secret_keys"})
 
 _SHOWN = 8
@@ -45,7 +58,10 @@ def may_differ(key: str, value: object, listed: Collection[str] = ()) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    return all(item is None or isinstance(item, str) for item in (value if isinstance(value, list) else [value]))
+    return all(
+        item is None or isinstance(item, str)
+        for item in (value if isinstance(value, list) else [value])
+    )
 
 
 def check_alike(config: RunnerConfig, gather: Callable[[Any], Sequence[Any]]) -> None:
@@ -62,16 +78,25 @@ def check_alike(config: RunnerConfig, gather: Callable[[Any], Sequence[Any]]) ->
     """
     settings = flatten(_numbered(config.public()), keeps_empty=True)
     listed = config.local_keys or ()
-    compared = {key: _compared(key, value) for key, value in settings.items() if not may_differ(key, value, listed)}
+    compared = {
+        key: _compared(key, value)
+        for key, value in settings.items()
+        if not may_differ(key, value, listed)
+    }
     # Digests first: thousands of ranks need not send each other all their settings.
     if len(set(gather(digest(compared)))) == 1:
         return
     ranks = gather((compared, {key: settings[key] for key in compared}))
     keys = sorted({key for values, _ in ranks for key in values})
     differing = [
-        key for key in keys if len({digest({key: values[key]} if key in values else {}) for values, _ in ranks}) > 1
+        key
+        for key in keys
+        if len({digest({key: values[key]} if key in values else {}) for values, _ in ranks}) > 1
     ]
-    lines = [f"{key}: {values_by_rank([shown.get(key, _ABSENT) for _, shown in ranks])}" for key in differing[:_SHOWN]]
+    lines = [
+        f"{key}: {values_by_rank([shown.get(key, _ABSENT) for _, shown in ranks])}"
+        for key in differing[:_SHOWN]
+    ]
     if len(differing) > _SHOWN:
         lines.append(f"and {len(differing) - _SHOWN} more")
     listing = "\n  ".join(lines)
@@ -86,7 +111,11 @@ def _numbered(value: Any) -> Any:
     """Return plain values with lists of sections as sections, so that a path in one of them has a name: `sources.0.path`."""
     if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         value = dict(enumerate(value))
-    return {name: _numbered(item) for name, item in value.items()} if isinstance(value, Mapping) else value
+    return (
+        {name: _numbered(item) for name, item in value.items()}
+        if isinstance(value, Mapping)
+        else value
+    )
 
 
 class _Absent:
@@ -124,7 +153,11 @@ def _named(ranks: Sequence[int]) -> str:
 
 def content_differs(sources: Mapping[str, Sequence[str]]) -> ValueError:
     """Return the error for sources that have another content on some ranks: by key, a text for each rank."""
-    lines = [f"{key} of rank {rank}: {text}" for key, texts in sources.items() for rank, text in enumerate(texts)]
+    lines = [
+        f"{key} of rank {rank}: {text}"
+        for key, texts in sources.items()
+        for rank, text in enumerate(texts)
+    ]
     listing = "\n  ".join(lines[:_SHOWN])
     return ValueError(
         f"Expected one checkpoint on all ranks; copies of it may have other paths. Received:\n  {listing}\n"

@@ -23,14 +23,22 @@ def check_sections(config: RunnerConfig) -> None:
     axes = {name: value for name, value in config.parallel.axes.items() if value != 1}
     wrong = {name: value for name, value in axes.items() if value < 1 and value != -1}
     if wrong or list(axes.values()).count(-1) > 1:
-        received = ", ".join(f"parallel.axes.{name}={value!r}" for name, value in (wrong or axes).items())
-        raise ValueError(f"Expected parallel axes to be >= 1, at most one of them -1. Received: {received}.")
+        received = ", ".join(
+            f"parallel.axes.{name}={value!r}" for name, value in (wrong or axes).items()
+        )
+        raise ValueError(
+            f"Expected parallel axes to be >= 1, at most one of them -1. Received: {received}."
+        )
     if config.checkpoint.export_dtype is not None:
         from danling.utils.tensors import floating_dtype  # only here, since torch takes its time
 
         floating_dtype(config.checkpoint.export_dtype, key="checkpoint.export_dtype")
     sections: dict[str, Mapping[str, object]] = {"dataloader": config.dataloader}
-    sections |= {f"dataloader.{name}": own for name, own in config.dataloader.items() if isinstance(own, Mapping)}
+    sections |= {
+        f"dataloader.{name}": own
+        for name, own in config.dataloader.items()
+        if isinstance(own, Mapping)
+    }
     for place, section in sections.items():
         batch, samples = section.get("batch_size", None), section.get("global_batch_size", None)
         if batch is not None and samples is not None:
@@ -59,17 +67,26 @@ def _check_canonical(config: RunnerConfig) -> None:
     if config.gradient_sum != "canonical":
         return
     stack, axes = config.stack_name(), config.parallel.axes
-    cut = ("context", "pipeline", "tensor", "expert", "expert_tensor") if stack == "parallel" else ()
+    cut = (
+        ("context", "pipeline", "tensor", "expert", "expert_tensor") if stack == "parallel" else ()
+    )
     wrong = [
         (stack not in ("ddp", "parallel"), f"stack={config.stack!r}", "Train on ddp or parallel"),
         (config.ft.enabled, "ft.enabled=True", "Unset it"),
-        *((axes[name] != 1, f"parallel.axes.{name}={axes[name]}", "Use replicate or shard") for name in cut),
+        *(
+            (axes[name] != 1, f"parallel.axes.{name}={axes[name]}", "Use replicate or shard")
+            for name in cut
+        ),
         (
             stack == "parallel" and axes.replicate != 1 and axes.shard != 1,
             f"parallel.axes.replicate={axes.replicate}, parallel.axes.shard={axes.shard}",
             "Use one of them: FSDP2 adds over replicas itself",
         ),
-        (stack == "parallel" and config.fsdp.mp_policy is not None, "fsdp.mp_policy", "Set precision='bf16' instead"),
+        (
+            stack == "parallel" and config.fsdp.mp_policy is not None,
+            "fsdp.mp_policy",
+            "Set precision='bf16' instead",
+        ),
         (
             bool(config.optim.get("fused", None)),
             "optim.fused=True",
@@ -128,8 +145,15 @@ def idle_keys_of_stack(config: RunnerConfig, stack: str) -> list[str]:
     if stack != "graph":
         unread.append("compile.memory_policy")
     if backend != "dcp":
-        unread += ["checkpoint.dedicated_async_process_group", "checkpoint.async_process_group_backend"]
-    return [key for key in flatten(config.changed()) if any(f"{key}.".startswith(f"{name}.") for name in unread)]
+        unread += [
+            "checkpoint.dedicated_async_process_group",
+            "checkpoint.async_process_group_backend",
+        ]
+    return [
+        key
+        for key in flatten(config.changed())
+        if any(f"{key}.".startswith(f"{name}.") for name in unread)
+    ]
 
 
 def idle_settings(
@@ -146,7 +170,9 @@ def idle_settings(
     skips = config.skip_nonfinite_grad or config.precision == "fp16" or config.ft.enabled
     keeps_positions = save.enable_ft_dataloader_checkpoints and save.ft_replica_id is not None
     no_groups = not config.ft.enabled and not keeps_positions
-    without_groups = "ft.enabled is not set, nor both enable_ft_dataloader_checkpoints and ft_replica_id"
+    without_groups = (
+        "ft.enabled is not set, nor both enable_ft_dataloader_checkpoints and ft_replica_id"
+    )
     plateau = "plateau" in str(scheduler.get("type", "plateau")).lower()
     own_loaders = "the loaders to train on are your own, which make their batches themselves"
     unscored = (not evaluates, "there is no evaluation split, so nothing is scored")
@@ -156,8 +182,14 @@ def idle_settings(
         "score_name": unscored,
         "score_split": unscored,
         "evaluate_interval": (not step_mode, "epoch mode evaluates each epoch"),
-        "checkpoint.export_dtype": (not save.last_save_model_only, "checkpoint.last_save_model_only is not set"),
-        "max_skipped_updates": (not skips, "no update may be skipped: skip_nonfinite_grad is not set"),
+        "checkpoint.export_dtype": (
+            not save.last_save_model_only,
+            "checkpoint.last_save_model_only is not set",
+        ),
+        "max_skipped_updates": (
+            not skips,
+            "no update may be skipped: skip_nonfinite_grad is not set",
+        ),
         "scheduler.monitor": (not plateau, "the scheduler does not follow a metric"),
         "checkpoint.enable_ft_dataloader_checkpoints": (no_groups, without_groups),
         "checkpoint.ft_dataloader_checkpoint_prefix": (no_groups, without_groups),
@@ -166,7 +198,10 @@ def idle_settings(
             writes_files and save.async_mode == "async_with_pinned_mem",
             "a thread of this process writes files, also with 'async_with_pinned_mem'; checkpoint.backend='dcp' has a process do it",
         ),
-        "dataloader.snapshot_every_n_steps": (positioned, "the loaders built here are restored by their position"),
+        "dataloader.snapshot_every_n_steps": (
+            positioned,
+            "the loaders built here are restored by their position",
+        ),
         "dataloader.global_batch_size": (not divides_updates, own_loaders),
         "dataloader.micro_batch_size": (not divides_updates, own_loaders),
         "dataloader.keyed": (

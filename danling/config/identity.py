@@ -13,18 +13,49 @@ from danling.utils.secrets import without_secrets
 
 # These settings do not change what a run learns: they set its place, speed, output files and length. The budgets are here
 # because a run that is continued with a larger one must find its own directory.
-LAYOUT = frozenset({"stack", "parallel", "backend", "init_method", "comm", "ft", "deepspeed", "compile"})
-LAYOUT_OF_FSDP = frozenset(
-    {"fsdp.enabled", "fsdp.reshard_after_forward", "fsdp.offload_policy", "fsdp.blocks", "fsdp.gradient_sync"}
+LAYOUT = frozenset(
+    {"stack", "parallel", "backend", "init_method", "comm", "ft", "deepspeed", "compile"}
 )
-NAMES = frozenset({"name", "lineage", "experiment", "workspace_root", "dir", "checkpoint_dir", "log_file"})
+LAYOUT_OF_FSDP = frozenset(
+    {
+        "fsdp.enabled",
+        "fsdp.reshard_after_forward",
+        "fsdp.offload_policy",
+        "fsdp.blocks",
+        "fsdp.gradient_sync",
+    }
+)
+NAMES = frozenset(
+    {"name", "lineage", "experiment", "workspace_root", "dir", "checkpoint_dir", "log_file"}
+)
 SOURCES = frozenset({"resume", "auto_resume"})
 RECORDS = frozenset({"secret_keys", "local_keys", "git_diff"})
-OUTPUT = frozenset({"log", "log_interval", "log_seconds", "tensorboard", "wandb", "mlflow", "trackio", "checkpoint"})
+OUTPUT = frozenset(
+    {
+        "log",
+        "log_interval",
+        "log_seconds",
+        "tensorboard",
+        "wandb",
+        "mlflow",
+        "trackio",
+        "checkpoint",
+    }
+)
 SUPERVISION = frozenset({"gc", "profiling", "heartbeat", "audit", "elastic"})
 BUDGETS = frozenset({"steps", "epochs", "max_time", "patience", "min_delta", "max_skipped_updates"})
 EVALUATION = frozenset({"evaluate_interval", "evaluate_splits", "train_metrics", "try_evaluation"})
-NOT_SEMANTIC = LAYOUT | LAYOUT_OF_FSDP | NAMES | SOURCES | RECORDS | OUTPUT | SUPERVISION | BUDGETS | EVALUATION
+NOT_SEMANTIC = (
+    LAYOUT
+    | LAYOUT_OF_FSDP
+    | NAMES
+    | SOURCES
+    | RECORDS
+    | OUTPUT
+    | SUPERVISION
+    | BUDGETS
+    | EVALUATION
+)
 LOADING = frozenset(
     {
         "num_workers",
@@ -43,7 +74,11 @@ LOADING = frozenset(
 RESUMABLE = frozenset({"pretrained", "pretrained_averages", "skip_nonfinite_grad"})
 
 
-LATER: dict[str, object] = {"dataloader.own_state": False, "ema.buffers": "copy", "pretrained_averages": True}
+LATER: dict[str, object] = {
+    "dataloader.own_state": False,
+    "ema.buffers": "copy",
+    "pretrained_averages": True,
+}
 """Keys that came after the first format of an id, with their defaults: one that has its default leaves the id as it was."""
 
 
@@ -53,19 +88,29 @@ def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, An
     Batch size, accumulation and number of ranks enter as their product: the samples of an update. Secrets are left out: a new token makes
     no other run.
     """
-    sized = with_update_sizes(without_secrets(settings, settings.get("secret_keys") or ()), replicas)
+    sized = with_update_sizes(
+        without_secrets(settings, settings.get("secret_keys") or ()), replicas
+    )
     kept = {name: value for name, value in sized.items() if name not in NOT_SEMANTIC}
     if isinstance(kept.get("fsdp"), Mapping):
-        kept["fsdp"] = {name: value for name, value in kept["fsdp"].items() if f"fsdp.{name}" not in NOT_SEMANTIC}
+        kept["fsdp"] = {
+            name: value
+            for name, value in kept["fsdp"].items()
+            if f"fsdp.{name}" not in NOT_SEMANTIC
+        }
     if isinstance(kept.get("accelerate"), Mapping):
         # What else it says of numbers is `precision`; the rest is where it runs.
-        kept["accelerate"] = {"mixed_precision": "fp8"} if kept["accelerate"].get("mixed_precision") == "fp8" else {}
+        kept["accelerate"] = (
+            {"mixed_precision": "fp8"} if kept["accelerate"].get("mixed_precision") == "fp8" else {}
+        )
     if isinstance(kept.get("dataloader"), Mapping):
         kept["dataloader"] = _reduced(kept["dataloader"], LOADING)
     for key, usual in LATER.items():
         section, _, name = key.rpartition(".")
         if section and isinstance(kept.get(section), Mapping):
-            kept[section] = {n: value for n, value in kept[section].items() if n != name or value != usual}
+            kept[section] = {
+                n: value for n, value in kept[section].items() if n != name or value != usual
+            }
         elif not section and kept.get(name) == usual:
             kept.pop(name, None)
     return dict(sorted(_reduced(kept).items(), key=lambda item: str(item[0])))
@@ -74,13 +119,18 @@ def canonical(settings: Mapping[str, Any], *, replicas: int = 1) -> dict[str, An
 def _reduced(settings: Mapping[str, object], left_out: Collection[str] = ()) -> dict[str, Any]:
     """Return settings without some names, and without empty sections: reading `config.model` creates one, so it means nothing."""
     kept = {name: value for name, value in settings.items() if name not in left_out}
-    result = {n: _reduced(value, left_out) if isinstance(value, Mapping) else value for n, value in kept.items()}
+    result = {
+        n: _reduced(value, left_out) if isinstance(value, Mapping) else value
+        for n, value in kept.items()
+    }
     return {name: value for name, value in result.items() if value != {}}
 
 
 def digest(settings: Mapping[str, object]) -> str:
     """Return 16 hexadecimal digits of the SHA-256 of plain settings; the same in every process and on every machine."""
-    text = json.dumps(_normal_numbers(settings), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    text = json.dumps(
+        _normal_numbers(settings), sort_keys=True, separators=(",", ":"), ensure_ascii=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -109,7 +159,11 @@ def changed(settings: Mapping[str, object], usual: Mapping[str, object]) -> dict
 
 
 def differences(
-    stored: Mapping[str, Any], now: Mapping[str, Any], *, stored_replicas: int = 1, replicas: int = 1
+    stored: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    stored_replicas: int = 1,
+    replicas: int = 1,
 ) -> list[str]:
     """Return how two whole configurations differ in what changes the result, one line a key.
 
@@ -129,7 +183,11 @@ def differences(
         for settings in (stored, now)
     ]
     if None not in modes and modes[0] != modes[1]:
-        shown = [f"{mode} ({mode}={settings[mode]!r})" for mode, settings in zip(modes, (stored, now)) if mode]
+        shown = [
+            f"{mode} ({mode}={settings[mode]!r})"
+            for mode, settings in zip(modes, (stored, now))
+            if mode
+        ]
         lines.append(f"mode: stored {shown[0]}, now {shown[1]}")
     sizes, sizes_now = update_sizes(stored, stored_replicas), update_sizes(now, replicas)
     common = [place for place in sizes if place in sizes_now]
@@ -141,7 +199,9 @@ def differences(
             if sizes[place].samples != sizes_now[place].samples
         ]
     for key in sorted(before.keys() | after.keys()):
-        if key not in skipped and _normal_numbers(before.get(key)) != _normal_numbers(after.get(key)):
+        if key not in skipped and _normal_numbers(before.get(key)) != _normal_numbers(
+            after.get(key)
+        ):
             lines.append(f"{key}: stored {_shown(before, key)}, now {_shown(after, key)}")
     return lines
 
@@ -154,7 +214,9 @@ def compile_differences(stored: Mapping[str, object], now: Mapping[str, object])
     """
     both = []
     for settings in (stored, now):
-        flat = {name: value for name, value in flatten(settings).items() if name.startswith("compile.")}
+        flat = {
+            name: value for name, value in flatten(settings).items() if name.startswith("compile.")
+        }
         flat.pop("compile.precompile_artifact_dir", None)
         if str(settings.get("stack")).lower() == "graph":
             # That stack compiles in any case, and otherwise than all the others.
@@ -163,7 +225,9 @@ def compile_differences(stored: Mapping[str, object], now: Mapping[str, object])
     before, after = both
     if not (before.get("compile.enable") or after.get("compile.enable")):
         return []
-    keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    keys = [
+        key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)
+    ]
     return [f"{key}: stored {_shown(before, key)}, now {_shown(after, key)}" for key in keys]
 
 
@@ -205,7 +269,9 @@ def update_sizes(settings: Mapping[str, Any], replicas: int) -> dict[str, Update
         return {}
     accum_steps = settings.get("accum_steps", 1)
     own = {f"dataloader.{name}": section for name, section in train_sections(settings)}
-    found = {place: _size_of(section, place, accum_steps, replicas) for place, section in own.items()}
+    found = {
+        place: _size_of(section, place, accum_steps, replicas) for place, section in own.items()
+    }
     named = settings.get("train_splits") or ()
     # What all splits share is that of an update if a split that is trained on has no size in its section.
     if not any(found.values()) or any(found.get(f"dataloader.{split}") is None for split in named):
@@ -226,7 +292,9 @@ def train_sections(settings: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[s
             yield name, section
 
 
-def _size_of(section: Mapping[str, object], place: str, accum_steps: object, replicas: int) -> UpdateSize | None:
+def _size_of(
+    section: Mapping[str, object], place: str, accum_steps: object, replicas: int
+) -> UpdateSize | None:
     samples, batch = section.get("global_batch_size"), section.get("batch_size")
     if isinstance(samples, int):
         return UpdateSize(samples, f"{place}.global_batch_size", f"global_batch_size={samples}")
@@ -251,9 +319,13 @@ def with_update_sizes(settings: Mapping[str, object], replicas: int) -> dict[str
     trained = dict(train_sections(settings))
     if settings.get("gradient_sum") == "canonical":
         held = [section.get("micro_batch_size") for section in (loading, *trained.values())]
-        kept["gradient_sum"] = f"canonical, micro_batch_size={'/'.join(str(size) for size in held if size is not None)}"
+        kept["gradient_sum"] = (
+            f"canonical, micro_batch_size={'/'.join(str(size) for size in held if size is not None)}"
+        )
 
-    def resized(section: Mapping[str, object], place: str, *, is_trained: bool) -> dict[str, object]:
+    def resized(
+        section: Mapping[str, object], place: str, *, is_trained: bool
+    ) -> dict[str, object]:
         left_out = SIZES if sizes or not is_trained else ("micro_batch_size",)
         result = {name: value for name, value in section.items() if name not in left_out}
         return {**result, "global_batch_size": sizes[place].samples} if place in sizes else result
@@ -268,4 +340,6 @@ def with_update_sizes(settings: Mapping[str, object], replicas: int) -> dict[str
 
 def is_update_key(key: str) -> bool:
     """Return whether a dotted key is one that the samples of an update follow from."""
-    return key == "accum_steps" or (key.startswith("dataloader.") and key.rpartition(".")[2] in SIZES)
+    return key == "accum_steps" or (
+        key.startswith("dataloader.") and key.rpartition(".")[2] in SIZES
+    )

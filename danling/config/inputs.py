@@ -70,7 +70,9 @@ class _Included:
 
     def read(self, path: Path, depth: int) -> str:
         if depth > _DEEPEST_INCLUDE:
-            raise _TooMuch(f"files nested deeper than {_DEEPEST_INCLUDE} levels, maybe in a circle: {str(path)!r}")
+            raise _TooMuch(
+                f"files nested deeper than {_DEEPEST_INCLUDE} levels, maybe in a circle: {str(path)!r}"
+            )
         text = read_text(path, limit=self.bytes)
         self.files, self.bytes = self.files - 1, self.bytes - len(text)
         if self.files < 0:
@@ -100,7 +102,9 @@ class SettingsLoader(YamlLoader):
     @staticmethod
     def _includes(loader: Any, node: Any) -> Any:
         if not isinstance(node, yaml.SequenceNode):
-            raise ValueError(f"!includes expects a list of files in line {node.start_mark.line + 1}")
+            raise ValueError(
+                f"!includes expects a list of files in line {node.start_mark.line + 1}"
+            )
         return [loader.read_included(name) for name in loader.construct_sequence(node)]
 
     def read_included(self, name: str) -> dict[str, object]:
@@ -132,7 +136,11 @@ def _refuse_twice(root: yaml.Node | None) -> None:
                 continue
             name, line = (key.tag, key.value), key.start_mark.line + 1
             if name in lines and key.tag != _MERGE:
-                where = f"in line {line}" if line == lines[name] else f"in lines {lines[name]} and {line}"
+                where = (
+                    f"in line {line}"
+                    if line == lines[name]
+                    else f"in lines {lines[name]} and {line}"
+                )
                 raise ValueError(f"the key {key.value!r} twice, {where}. Keep one of them.")
             lines[name] = line
 
@@ -169,7 +177,9 @@ def _refuse_two_places(settings: Mapping[Any, Any]) -> None:
             if isinstance(value, Mapping):
                 walk(value, f"{key}.", how)
             elif found.setdefault(key, how) != how:
-                raise ValueError(f"the key {key!r} twice, written as {found[key]!r} and as {how!r}. Keep one of them.")
+                raise ValueError(
+                    f"the key {key!r} twice, written as {found[key]!r} and as {how!r}. Keep one of them."
+                )
 
     walk(settings, "", "")
 
@@ -182,21 +192,29 @@ def read_settings(file: str | os.PathLike[str]) -> dict[str, object]:
 def _read_settings(path: Path, included: _Included, depth: int) -> dict[str, object]:
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
-        raise ValueError(f"Expected a file that ends in {', '.join(FORMATS)}. Received: {str(path)!r}.")
+        raise ValueError(
+            f"Expected a file that ends in {', '.join(FORMATS)}. Received: {str(path)!r}."
+        )
     if not path.is_file():
-        raise FileNotFoundError(f"Expected a file with settings. Received: {str(path)!r}, which does not exist.")
+        raise FileNotFoundError(
+            f"Expected a file with settings. Received: {str(path)!r}, which does not exist."
+        )
     try:
         content = _parse_settings(included.read(path, depth), suffix, path.parent, included, depth)
     except _TooMuch as error:
         if depth:
             raise
-        raise ValueError(f"Expected settings of bounded size in {str(path)!r}. Received: {error}") from None
+        raise ValueError(
+            f"Expected settings of bounded size in {str(path)!r}. Received: {error}"
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(
             f"Expected {suffix[1:].upper()} in {str(path)!r}. Received: {' '.join(str(error).split())}"
         ) from error
     if content is not None and not isinstance(content, Mapping):
-        raise ValueError(f"Expected a mapping of keys in {str(path)!r}. Received: {type(content).__name__}.")
+        raise ValueError(
+            f"Expected a mapping of keys in {str(path)!r}. Received: {type(content).__name__}."
+        )
     try:
         _refuse_two_places(content or {})
     except ValueError as error:
@@ -204,7 +222,9 @@ def _read_settings(path: Path, included: _Included, depth: int) -> dict[str, obj
     return dict(content or {})
 
 
-def _parse_settings(text: str, suffix: str, directory: Path, included: _Included, depth: int) -> Any:
+def _parse_settings(
+    text: str, suffix: str, directory: Path, included: _Included, depth: int
+) -> Any:
     if suffix == ".json":
         return _parse_json(text)
     if suffix == ".toml":
@@ -243,7 +263,16 @@ _OPTION = re.compile(r"--?(?!(?:inf|nan)\Z)[A-Za-z_]", re.IGNORECASE)
 _GROUPED = re.compile(r"[-+]?[0-9]+(_[0-9]+)+\Z")
 _NO_NUMBER = re.compile(r"[-+]?(0[0-9]+\Z|infinity\Z)|.*_", re.IGNORECASE)
 _NONE_WORDS = frozenset({"none", "null"})
-_SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_SWITCHES = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 _HINTS: Mapping[type, Any] = {
     bool: bool | None,
     str: str | None,
@@ -253,7 +282,10 @@ _HINTS: Mapping[type, Any] = {
     tuple: tuple | None,
 }
 """What a key without a declared type takes, by the type of its present value."""
-_LISTS_OF_NUMBERS: Mapping[type, Any] = {list: list[int | float] | None, tuple: tuple[int | float, ...] | None}
+_LISTS_OF_NUMBERS: Mapping[type, Any] = {
+    list: list[int | float] | None,
+    tuple: tuple[int | float, ...] | None,
+}
 """The same of lists that have numbers and nothing else, which may also be divided at commas."""
 
 
@@ -271,7 +303,9 @@ def split_options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
             name, equals, value = word[2:].partition("=")
             options.append((name, [value] if equals else []))
         elif not options:
-            raise ValueError(f"Expected --KEY VALUE. Received: {word!r} with no key before it.{fix}")
+            raise ValueError(
+                f"Expected --KEY VALUE. Received: {word!r} with no key before it.{fix}"
+            )
         elif is_option:
             raise ValueError(
                 f"Expected --KEY VALUE. Received: {word!r}.{fix} A value that begins with a dash is written --{options[-1][0]}={word}."
@@ -291,14 +325,20 @@ def set_option(config: Section, key: str, words: list[str]) -> None:
     if hint in (None, Any):
         kind = existing.__class__
         hint = _HINTS.get(kind, Any)
-        if kind in _LISTS_OF_NUMBERS and existing and {each.__class__ for each in existing} <= {int, float}:
+        if (
+            kind in _LISTS_OF_NUMBERS
+            and existing
+            and {each.__class__ for each in existing} <= {int, float}
+        ):
             hint = _LISTS_OF_NUMBERS[kind]
     try:
         value = read_words(words, hint)
     except (TypeError, ValueError) as error:
         refused = TypeError if isinstance(error, TypeError) else ValueError
         text = " ".join(words)
-        raise refused(f"Expected --{key} to be {error}. Received: {text or 'no value'}.{number_hint(text)}") from None
+        raise refused(
+            f"Expected --{key} to be {error}. Received: {text or 'no value'}.{number_hint(text)}"
+        ) from None
     config.set(key, value)
 
 
@@ -326,7 +366,9 @@ def _section_value(key: str, words: list[str], section: Config) -> object:
     if not isinstance(value, Mapping):
         keys = [*fields_of(type(section)), *section, "NAME"]
         example = f"--{key}.enabled true" if "enabled" in keys else f"--{key}.{keys[0]} VALUE"
-        raise ValueError(f"Expected keys of the section {key!r}. Received: --{key} {' '.join(words)}. Write {example}.")
+        raise ValueError(
+            f"Expected keys of the section {key!r}. Received: --{key} {' '.join(words)}. Write {example}."
+        )
     return value
 
 
@@ -376,7 +418,9 @@ def _by_form(word: str) -> Any:
             return number(word)
         except ValueError:
             continue
-    if word[:1] in ("[", "{") or (word[:1] in ("'", '"') and word[-1:] == word[:1] and len(word) > 1):
+    if word[:1] in ("[", "{") or (
+        word[:1] in ("'", '"') and word[-1:] == word[:1] and len(word) > 1
+    ):
         return _read_yaml(word)
     return word
 
@@ -401,7 +445,10 @@ def usage_errors(enabled: bool = True) -> Iterator[None]:
             raise
         if not os.environ.get(ERROR_FILE) or first_failure(error)[1]:
             name = os.path.basename(sys.argv[0] or "train.py")
-            print(f"usage: {name} [--config FILE ...] [--KEY VALUE ...]   (--help lists the keys)", file=sys.stderr)
+            print(
+                f"usage: {name} [--config FILE ...] [--KEY VALUE ...]   (--help lists the keys)",
+                file=sys.stderr,
+            )
             print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 
@@ -436,7 +483,11 @@ def help_text(config: Section, sections: Sequence[str] = ()) -> str:
     short = ["sections, whose keys --help SECTION lists"]
     for name in known:
         kind: type = type(config[name])
-        about = "" if kind is Section or of_chanfig(kind) else (inspect.getdoc(kind) or "").split("\n")[0]
+        about = (
+            ""
+            if kind is Section or of_chanfig(kind)
+            else (inspect.getdoc(kind) or "").split("\n")[0]
+        )
         title = f"{name}: {about}" if about else name
         if name in sections or "all" in sections:
             lines += [title, *_entries(config[name], f"{name}."), ""]
@@ -456,7 +507,9 @@ def _entries(section: Config, prefix: str = "", *, nested: bool = True) -> Itera
             if nested:
                 yield from _entries(value, f"{prefix}{name}.")
             continue
-        shown = "none" if value is None else str(value).lower() if isinstance(value, bool) else value
+        shown = (
+            "none" if value is None else str(value).lower() if isinstance(value, bool) else value
+        )
         default = "not set" if value is MISSING else f"default: {shown}"
         yield f"  --{prefix}{name}  ({f'{describe(field.hint)}; ' if field is not None else ''}{default})"
         text = help_texts(type(section)).get(name, "")
@@ -474,9 +527,17 @@ def help_texts(cls: type) -> Mapping[str, str]:
             continue
         body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
         for statement, follower in pairwise(body):
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
+            target = (
+                statement.targets[0]
+                if isinstance(statement, ast.Assign)
+                else getattr(statement, "target", None)
+            )
             value = follower.value if isinstance(follower, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str) and isinstance(target, ast.Name):
+            if (
+                isinstance(value, ast.Constant)
+                and isinstance(value.value, str)
+                and isinstance(target, ast.Name)
+            ):
                 texts[target.id] = " ".join(value.value.split())
     return types.MappingProxyType(texts)
 
@@ -512,12 +573,17 @@ def impose(config: RunnerConfig) -> None:
     """Put the settings that the environment imposes over those of a configuration, and say in a warning which."""
     settings = imposed()
     if settings and _has_ended:
-        logger.info("What %s asks for has been trained: the program ends where it would begin another run.", VARIABLE)
+        logger.info(
+            "What %s asks for has been trained: the program ends where it would begin another run.",
+            VARIABLE,
+        )
         raise SystemExit(0)
     for key, value in settings.items():
         config.set(key, value)
     if settings:
-        logger.warning("%s sets %s in the place of what this program has set.", VARIABLE, ", ".join(settings))
+        logger.warning(
+            "%s sets %s in the place of what this program has set.", VARIABLE, ", ".join(settings)
+        )
 
 
 def end_after() -> None:

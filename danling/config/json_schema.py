@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from .inputs import help_texts
 from .runner_config import RunnerConfig
-from .sections import MISSING, SEQUENCES, Bounds, ClosedSection, Field, fields_of, kind_of, members_of
+from .sections import (
+    MISSING,
+    SEQUENCES,
+    Bounds,
+    ClosedSection,
+    Field,
+    fields_of,
+    kind_of,
+    members_of,
+)
 
 _TYPES: dict[Any, str] = {
     type(None): "null",
@@ -22,7 +31,10 @@ _TYPES: dict[Any, str] = {
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a configuration file."""
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Settings of a danling run"}
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Settings of a danling run",
+    }
     # What the keys of `${...}` lead to is known when the file is read, and users add their own sections.
     return {**head, **_section(RunnerConfig, is_open=True)}
 
@@ -45,7 +57,11 @@ def _key(field: Field) -> dict[str, Any]:
     default = field.default
     is_plain = default is None or isinstance(default, (bool, int, str))
     is_finite = isinstance(default, float) and math.isfinite(default)
-    return {**found, "default": default} if default is not MISSING and (is_plain or is_finite) else found
+    return (
+        {**found, "default": default}
+        if default is not MISSING and (is_plain or is_finite)
+        else found
+    )
 
 
 def _any_of(members: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -57,7 +57,11 @@ class SettingsLock:
     """
 
     def __init__(
-        self, config: RunnerConfig, *, check_budget: Callable[[str, object], None], changed: Callable[[str], None]
+        self,
+        config: RunnerConfig,
+        *,
+        check_budget: Callable[[str, object], None],
+        changed: Callable[[str], None],
     ) -> None:
         self.has_changed = False
         self._config = config
@@ -143,7 +147,11 @@ class SettingsLock:
             top = dict.get(self._config, name)
             values: dict[str, Any] = {} if isinstance(top, Section) else {name: top}
             for section, prefix in _sections(top, f"{name}."):
-                values |= {f"{prefix}{key}": value for key, value in section.items() if not isinstance(value, Section)}
+                values |= {
+                    f"{prefix}{key}": value
+                    for key, value in section.items()
+                    if not isinstance(value, Section)
+                }
             for key, value in values.items():
                 if isinstance(value, (list, dict, set)) and not _is_within(key, LIVE):
                     found[key] = value, to_plain(value)

@@ -34,9 +34,13 @@ class StackTraits:
 
 STACKS: Mapping[str, StackTraits] = {
     "ddp": StackTraits(
-        aliases=("auto", "torch"), unread=("parallel", "fsdp", "deepspeed", "accelerate"), counts_flops=True
+        aliases=("auto", "torch"),
+        unread=("parallel", "fsdp", "deepspeed", "accelerate"),
+        counts_flops=True,
     ),
-    "parallel": StackTraits(default_backend="dcp", unread=("deepspeed", "accelerate", "compile.optimize_ddp")),
+    "parallel": StackTraits(
+        default_backend="dcp", unread=("deepspeed", "accelerate", "compile.optimize_ddp")
+    ),
     "deepspeed": StackTraits(
         aliases=("ds",),
         default_backend=None,
@@ -47,13 +51,17 @@ STACKS: Mapping[str, StackTraits] = {
 }
 """The stacks by name. `danling.runners.extensions` names the class of each."""
 
-ALIASES: Mapping[str, str] = {alias: name for name, row in STACKS.items() for alias in (name, *row.aliases)}
+ALIASES: Mapping[str, str] = {
+    alias: name for name, row in STACKS.items() for alias in (name, *row.aliases)
+}
 """Every accepted value of `stack`, and the stack that it means."""
 
 FILE_SECTIONS = ("deepspeed", "accelerate")
 """Sections that may be given as the path of a file of that library's."""
 
-BACKENDS: tuple[str, ...] = tuple(dict.fromkeys(row.default_backend for row in STACKS.values() if row.default_backend))
+BACKENDS: tuple[str, ...] = tuple(
+    dict.fromkeys(row.default_backend for row in STACKS.values() if row.default_backend)
+)
 """The values of `checkpoint.backend` that `auto` may mean, that of the first stack first."""
 
 
@@ -234,7 +242,11 @@ def place_of(name: str, root: type[Config], *, in_code: bool = False) -> str | N
     Known are names of other trainers, and the keys of the library's own sections; in code only of sections that change the training.
     """
     plain = name.replace("-", "_")
-    places = [place for place in _leaves(root).get(plain, ()) if not in_code or place.startswith(_DECIDING)]
+    places = [
+        place
+        for place in _leaves(root).get(plain, ())
+        if not in_code or place.startswith(_DECIDING)
+    ]
     # A key of several sections, such as `warmup`, is most likely what other trainers mean by it.
     return _PLACES.get(plain) or " or ".join(places) or None
 
@@ -250,7 +262,9 @@ def warn_elsewhere(name: str) -> None:
         )
 
 
-def refusal(name: str, received: str, root: type[Config], known: Iterable[str], secret_keys: Iterable[str]) -> str:
+def refusal(
+    name: str, received: str, root: type[Config], known: Iterable[str], secret_keys: Iterable[str]
+) -> str:
     """Return why a top-level key that is not declared is refused, and what to do."""
     place, elsewhere = place_of(name, root), _ANSWERS.get(name)
     declared = "declare it in a class derived from RunnerConfig"
@@ -299,4 +313,6 @@ def _is_slip(name: str, option: str) -> bool:
         swapped = len(wrong) == 2 and wrong[0] == wrong[1][::-1]
         return not wrong or (len(wrong) == 1 and len(option) > 3) or (swapped and len(option) > 2)
     short, long = sorted((name, option), key=len)
-    return len(option) > 2 and any(long[:place] + long[place + 1 :] == short for place in range(len(long)))
+    return len(option) > 2 and any(
+        long[:place] + long[place + 1 :] == short for place in range(len(long))
+    )

@@ -21,8 +21,25 @@ from danling.utils.secrets import hide_secrets, without_secrets
 
 from . import identity
 from .checks import check_sections, idle_keys_of_stack
-from .inputs import SettingsLoader, as_mapping, help_text, read_settings, set_option, split_options, usage_errors
-from .names import ALIASES, FILE_SECTIONS, OLDER_KEYS, closest_typo, place_of, refusal, warn_elsewhere, warn_older
+from .inputs import (
+    SettingsLoader,
+    as_mapping,
+    help_text,
+    read_settings,
+    set_option,
+    split_options,
+    usage_errors,
+)
+from .names import (
+    ALIASES,
+    FILE_SECTIONS,
+    OLDER_KEYS,
+    closest_typo,
+    place_of,
+    refusal,
+    warn_elsewhere,
+    warn_older,
+)
 from .schema import TopLevelConfig
 from .sections import Field, Section, fields_of
 
@@ -80,9 +97,12 @@ class RunnerConfig(TopLevelConfig):
 
         of_file = file is not None
         self._merge_settings(
-            {key: value for key, value in given.items() if is_early(key, value, of_file=of_file)}, file
+            {key: value for key, value in given.items() if is_early(key, value, of_file=of_file)},
+            file,
         )
-        self.merge({key: value for key, value in kwargs.items() if is_early(key, value, of_file=False)})
+        self.merge(
+            {key: value for key, value in kwargs.items() if is_early(key, value, of_file=False)}
+        )
         # From here to `__post_init__`, a subclass's `__init__` declares what it sets.
         self.__dict__["_given"] = (file, given, kwargs)
 
@@ -104,7 +124,11 @@ class RunnerConfig(TopLevelConfig):
     def declare(self, names: Iterable[str]) -> None:
         """Accept names as keys of the user's own, also those that other trainers have."""
         for name in (name.partition(".")[0] for name in names):
-            if name not in self and name not in OLDER_KEYS and closest_typo(name, fields_of(RunnerConfig)) is None:
+            if (
+                name not in self
+                and name not in OLDER_KEYS
+                and closest_typo(name, fields_of(RunnerConfig)) is None
+            ):
                 self._store(name, None)
 
     def _assign(self, name: Any, value: Any) -> None:
@@ -130,9 +154,15 @@ class RunnerConfig(TopLevelConfig):
                 f"Expected a key of the configuration, or your own key with a name less close to {slip!r}. Received: "
                 f"{name}{received}. Did you mean {slip!r}?"
             )
-        is_known = name in fields_of(type(self)) or dict.__contains__(self, name) or "_given" in self.__dict__
+        is_known = (
+            name in fields_of(type(self))
+            or dict.__contains__(self, name)
+            or "_given" in self.__dict__
+        )
         if not is_known and place_of(str(name), RunnerConfig, in_code=True) is not None:
-            raise ValueError(refusal(str(name), f"{name}{received}", RunnerConfig, (), self.secret_keys or ()))
+            raise ValueError(
+                refusal(str(name), f"{name}{received}", RunnerConfig, (), self.secret_keys or ())
+            )
         if not is_known:
             warn_elsewhere(str(name))
 
@@ -146,7 +176,9 @@ class RunnerConfig(TopLevelConfig):
         if slip:
             raise KeyError(f"no key {name!r}. Did you mean {slip!r}?")
         if name in fields_of(type(self)):
-            raise KeyError(f"no value for its key {name!r}: the class gives no default, so it must be set")
+            raise KeyError(
+                f"no value for its key {name!r}: the class gives no default, so it must be set"
+            )
         place = place_of(str(name), RunnerConfig, in_code=True)
         if place is not None:
             raise KeyError(f"no key {name!r}. Its place is {place}.")
@@ -166,10 +198,14 @@ class RunnerConfig(TopLevelConfig):
                 received = source
             if not dot and not isinstance(value, Mapping):
                 raise ValueError(refusal(head, received, RunnerConfig, known, secrets))
-            slip = closest_typo(head, [key for key in known if isinstance(dict.get(self, key), Mapping)])
+            slip = closest_typo(
+                head, [key for key in known if isinstance(dict.get(self, key), Mapping)]
+            )
             if slip:
                 received = hide_secrets(received, secrets)
-                raise ValueError(f"Expected keys that are read. Received: {received}. Did you mean {slip!r}?")
+                raise ValueError(
+                    f"Expected keys that are read. Received: {received}. Did you mean {slip!r}?"
+                )
 
     # Checks
 
@@ -195,7 +231,9 @@ class RunnerConfig(TopLevelConfig):
             hint = did_you_mean(name, ALIASES)
             if "fsdp" in name or "hsdp" in name:
                 hint = " For FSDP, set stack='parallel' and parallel.axes.shard."
-            raise ValueError(f"Expected stack to be one of {known}. Received: stack={self.stack!r}.{hint}")
+            raise ValueError(
+                f"Expected stack to be one of {known}. Received: stack={self.stack!r}.{hint}"
+            )
         return ALIASES[name]
 
     def max_time_seconds(self) -> float | None:
@@ -210,11 +248,15 @@ class RunnerConfig(TopLevelConfig):
         clock = _CLOCK.match(limit) if isinstance(limit, str) else None
         try:
             parts = [limit] if clock is None else [part or 0 for part in clock.groups()]
-            seconds: float = sum(float(part) * 60**power for power, part in enumerate(reversed(parts)))
+            seconds: float = sum(
+                float(part) * 60**power for power, part in enumerate(reversed(parts))
+            )
         except ValueError:
             seconds = -1.0
         if not seconds > 0:
-            raise ValueError(f"Expected max_time to be seconds or 'HH:MM:SS'. Received: max_time={limit!r}.")
+            raise ValueError(
+                f"Expected max_time to be seconds or 'HH:MM:SS'. Received: max_time={limit!r}."
+            )
         return seconds
 
     def warn_of_idle_settings(self, stack: str) -> list[str]:
@@ -230,7 +272,11 @@ class RunnerConfig(TopLevelConfig):
     # Command line and files
 
     def parse(  # type: ignore[override]
-        self, args: Iterable[str] | None = None, default_config: str = "config", *, boot: bool = True
+        self,
+        args: Iterable[str] | None = None,
+        default_config: str = "config",
+        *,
+        boot: bool = True,
     ) -> Any:
         """Read the command line: `--KEY VALUE`, `--config FILE`, `--help [SECTION ...]`. Files are read before single keys.
 
@@ -253,7 +299,12 @@ class RunnerConfig(TopLevelConfig):
         asked = next((place for place, word in enumerate(words) if word in ("--help", "-h")), None)
         with usage_errors(of_program):
             if asked is not None:
-                print(help_text(self, sections=[word for word in words[asked + 1 :] if not word.startswith("-")]))
+                print(
+                    help_text(
+                        self,
+                        sections=[word for word in words[asked + 1 :] if not word.startswith("-")],
+                    )
+                )
                 raise SystemExit(0)
             options = split_options(words)
             for name, files in options:
@@ -339,7 +390,9 @@ class RunnerConfig(TopLevelConfig):
 
     def json(self, file: Any, *args: Any, **kwargs: Any) -> None:
         """Write the configuration as JSON."""
-        text = self.jsons(*args, **kwargs)  # first, so that what JSON cannot keep leaves an earlier file as it is
+        text = self.jsons(
+            *args, **kwargs
+        )  # first, so that what JSON cannot keep leaves an earlier file as it is
         with self.open(file, mode="w") as stream:
             stream.write(text)
 
@@ -401,7 +454,9 @@ class RunnerConfig(TopLevelConfig):
         """Give runs with these settings their own identity, since they do something else than to train, which `purpose` names."""
         self.__dict__["_purpose"] = purpose
 
-    def differences(self, stored: Mapping[str, object], *, stored_replicas: int = 1, replicas: int = 1) -> list[str]:
+    def differences(
+        self, stored: Mapping[str, object], *, stored_replicas: int = 1, replicas: int = 1
+    ) -> list[str]:
         """Return how a stored configuration differs in what changes the result; one line `key: stored …, now …` each.
 
         Budgets may change (but not from steps to epochs), a seed left open is no difference, and batch size and accumulation may be
@@ -413,7 +468,9 @@ class RunnerConfig(TopLevelConfig):
             replicas: The same of this run.
         """
         before = self.completed(stored)
-        return identity.differences(before, self.plain(), stored_replicas=stored_replicas, replicas=replicas)
+        return identity.differences(
+            before, self.plain(), stored_replicas=stored_replicas, replicas=replicas
+        )
 
     @staticmethod
     def completed(stored: Mapping[str, object]) -> Any:
@@ -436,7 +493,9 @@ def _usual() -> dict[str, Any]:
 def _check_json(value: object, key: str) -> None:
     """Refuse what would come back from JSON as another value."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"Expected finite numbers in JSON. Received: {key}={value!r}. Save the configuration as YAML.")
+        raise ValueError(
+            f"Expected finite numbers in JSON. Received: {key}={value!r}. Save the configuration as YAML."
+        )
     if isinstance(value, list):
         for item in value:
             _check_json(item, key)

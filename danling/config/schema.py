@@ -39,7 +39,14 @@ else:
             return section
 
 
-_PRECISIONS = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "fp32": None, "float32": None, "no": None}
+_PRECISIONS = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "fp32": None,
+    "float32": None,
+    "no": None,
+}
 Precision = Annotated[Literal["fp16", "bf16"] | None, _PRECISIONS]
 
 

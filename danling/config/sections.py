@@ -19,7 +19,17 @@ from enum import Enum
 from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Never, Union, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Never,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from chanfig import Config as Config
 from chanfig import FlatDict
@@ -34,11 +44,15 @@ MISSING = object()
 SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
 _NONE_WORDS = frozenset({"none", "null", "~"})
 _PLACEHOLDER = re.compile(r"\$\{([^${}]+)\}")
-_OF_CHANFIG = frozenset({"indent", "separator", "convert_mapping", "fallback", "frozen", "parser", "default_factory"})
+_OF_CHANFIG = frozenset(
+    {"indent", "separator", "convert_mapping", "fallback", "frozen", "parser", "default_factory"}
+)
 """Attributes of a `chanfig.Config` that are no keys."""
 
 
-EXPANDED = frozenset({"workspace_root", "dir", "checkpoint_dir", "log_file", "resume", "pretrained"}) | {
+EXPANDED = frozenset(
+    {"workspace_root", "dir", "checkpoint_dir", "log_file", "resume", "pretrained"}
+) | {
     *("wandb.dir", "profiling.trace_dir", "compile.precompile_artifact_dir"),
     *("audit.gradients.dir", "audit.gradients.weights"),
 }
@@ -79,7 +93,11 @@ class Bounds:
         return above and (value < self.high if self.open_high else value <= self.high)
 
     def __str__(self) -> str:
-        high = "" if self.high == math.inf else f" and {'<' if self.open_high else '<='} {self.high:.10g}"
+        high = (
+            ""
+            if self.high == math.inf
+            else f" and {'<' if self.open_high else '<='} {self.high:.10g}"
+        )
         return f"a number {'>' if self.open_low else '>='} {self.low:.10g}{high}"
 
 
@@ -116,7 +134,11 @@ def of_chanfig(kind: type) -> bool:
 
 def owners_of(cls: type) -> list[type]:
     """Return the classes whose bodies declare keys of a configuration class, the bases first."""
-    return [owner for owner in reversed(cls.__mro__) if owner not in (object, dict) and not of_chanfig(owner)]
+    return [
+        owner
+        for owner in reversed(cls.__mro__)
+        if owner not in (object, dict) and not of_chanfig(owner)
+    ]
 
 
 @cache
@@ -134,7 +156,11 @@ def fields_of(cls: type) -> dict[str, Field]:
             for name, text in texts.items()
             if not name.startswith("_") and "ClassVar" not in str(text)
         }
-        assigned = [name for name, value in vars(owner).items() if name not in texts and _is_default(name, value)]
+        assigned = [
+            name
+            for name, value in vars(owner).items()
+            if name not in texts and _is_default(name, value)
+        ]
         for name in (*hints, *assigned):
             known = fields.get(name)
             default = vars(owner).get(name, MISSING if known is None else known.default)
@@ -191,12 +217,18 @@ def conform(value: object, hint: object) -> Any:
     members = members_of(hint)
     problem = None
     # Then `None`, so that the word none of a YAML file is not taken for one of the choices.
-    for member in sorted(members, key=lambda member: (not _is_exactly(value, member), member is not type(None))):
+    for member in sorted(
+        members, key=lambda member: (not _is_exactly(value, member), member is not type(None))
+    ):
         try:
             found: Any = _convert(value, member)
         except (TypeError, ValueError):
             continue
-        bounds = [each for each in get_args(member)[1:] if isinstance(each, Bounds) and not each.holds(found)]
+        bounds = [
+            each
+            for each in get_args(member)[1:]
+            if isinstance(each, Bounds) and not each.holds(found)
+        ]
         if get_origin(member) is Literal and found not in get_args(member):
             problem = problem or "one of " + ", ".join(repr(choice) for choice in get_args(member))
         elif bounds:
@@ -227,7 +259,10 @@ def _convert(value: Any, member: object) -> object:
         if value is None and "none" in get_args(member):
             return "none"
         if isinstance(value, str):
-            return next((choice for choice in get_args(member) if str(choice).lower() == value.lower()), value)
+            return next(
+                (choice for choice in get_args(member) if str(choice).lower() == value.lower()),
+                value,
+            )
     elif kind in SEQUENCES:
         return _convert_sequence(value, kind, get_args(member))
     elif kind is bool:
@@ -310,7 +345,12 @@ class Section(Config):
         """Fill in defaults; called by chanfig's constructor."""
         for name, field in fields_of(type(self)).items():
             if name not in self and (field.section or field.default is not MISSING):
-                self._assign(name, {} if field.section and field.default in (MISSING, None) else fresh(field.default))
+                self._assign(
+                    name,
+                    {}
+                    if field.section and field.default in (MISSING, None)
+                    else fresh(field.default),
+                )
         return self
 
     @staticmethod
@@ -371,7 +411,8 @@ class Section(Config):
             value = self._adopt(value)
             if isinstance(name, str) and hides_method(type(self), name):
                 warn_user(
-                    f"The key {self._join(name)!r} has the name of a method: read it as config[{name!r}].", UserWarning
+                    f"The key {self._join(name)!r} has the name of a method: read it as config[{name!r}].",
+                    UserWarning,
                 )
         self._store(name, value)
 
@@ -399,7 +440,9 @@ class Section(Config):
         """Return a value with its mappings as sections, at any depth."""
         if isinstance(value, Mapping) and not isinstance(value, Config):
             return self.section_type()(value)
-        if isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
+        if isinstance(value, (list, tuple)) and any(
+            isinstance(item, (Mapping, list, tuple)) for item in value
+        ):
             items = [self._adopt(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
         return value
@@ -443,10 +486,16 @@ class Section(Config):
             return None if field.default is MISSING else field.default
         factory = self.__dict__.get("default_factory")
         # Private names are asked for by notebooks, debuggers and copy protocols, never by a user.
-        if not factory or self.__dict__.get("frozen") or (isinstance(name, str) and name.startswith("_")):
+        if (
+            not factory
+            or self.__dict__.get("frozen")
+            or (isinstance(name, str) and name.startswith("_"))
+        ):
             options = [*fields_of(type(self)), *map(str, self)]
             optional = "" if factory else f" get({name!r}) reads a key that may be absent."
-            raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), options)}{optional}")
+            raise KeyError(
+                f"no key {self._join(name)!r}.{did_you_mean(str(name), options)}{optional}"
+            )
         self._store(name, factory())
         return dict.__getitem__(self, name)
 
@@ -456,7 +505,9 @@ class Section(Config):
         except KeyError as error:
             raise AttributeError(f"{type(self).__name__} has {error.args[0]}") from None
 
-    def setdefault(self, name: object, value: object = None, convert_mapping: bool | None = None) -> Any:
+    def setdefault(
+        self, name: object, value: object = None, convert_mapping: bool | None = None
+    ) -> Any:
         """Return the value of a key, which is set to `value` first where it is absent."""
         if name not in self:
             self.set(name, value)
@@ -591,7 +642,9 @@ class ClosedSection(Section):
         field = fields_of(type(self)).get(name)
         if field is not None and field.default is not MISSING:
             return field.default
-        raise KeyError(f"no key {self._join(name)!r}.{did_you_mean(str(name), fields_of(type(self)))}")
+        raise KeyError(
+            f"no key {self._join(name)!r}.{did_you_mean(str(name), fields_of(type(self)))}"
+        )
 
 
 @cache

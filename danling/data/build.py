@@ -26,7 +26,9 @@ AUTO = "auto"
 SIZES = frozenset({"global_batch_size", "micro_batch_size"})
 OWN = SIZES | {"keyed", "own_state"}
 """Settings of a split that are not arguments of a loader."""
-SETTINGS = {*inspect.signature(TorchDataLoader).parameters, *OWN, "snapshot_every_n_steps"} - {"dataset"}
+SETTINGS = {*inspect.signature(TorchDataLoader).parameters, *OWN, "snapshot_every_n_steps"} - {
+    "dataset"
+}
 """Valid names under `dataloader`: the arguments of torch's `DataLoader`, and what an update is made of."""
 
 
@@ -77,14 +79,29 @@ def build_dataloader(
     if not keyed:
         keyed = "batch" if settings.get("global_batch_size") is None else "sample"
     given, division = divide_updates(
-        settings, split=split, train=train, world_size=world_size, accum_steps=accum_steps, canonical=canonical
+        settings,
+        split=split,
+        train=train,
+        world_size=world_size,
+        accum_steps=accum_steps,
+        canonical=canonical,
     )
-    options = {"pin_memory": device is not None and pins_memory(device.type), **given, "keyed": keyed}
+    options = {
+        "pin_memory": device is not None and pins_memory(device.type),
+        **given,
+        "keyed": keyed,
+    }
     # Choices that are left open, and what only loaders of the user's read.
     unset = [
-        name for name in ("sampler", "batch_sampler", "generator", "shuffle", "drop_last") if options.get(name) is None
+        name
+        for name in ("sampler", "batch_sampler", "generator", "shuffle", "drop_last")
+        if options.get(name) is None
     ]
-    options = {name: value for name, value in options.items() if name not in (*unset, "snapshot_every_n_steps")}
+    options = {
+        name: value
+        for name, value in options.items()
+        if name not in (*unset, "snapshot_every_n_steps")
+    }
     orders = [name for name in ("batch_sampler", "sampler") if options.get(name) is not None]
     divides_updates = division is not None and division.is_update
     if divides_updates and (is_iterable or orders):
@@ -106,7 +123,11 @@ def build_dataloader(
             options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
             return TorchDataLoader(dataset, **options)
         if orders:
-            decided = ("batch_size", "sampler", "shuffle", "drop_last") if "batch_sampler" in orders else ("shuffle",)
+            decided = (
+                ("batch_size", "sampler", "shuffle", "drop_last")
+                if "batch_sampler" in orders
+                else ("shuffle",)
+            )
             others = [name for name in decided if options.get(name)]
             if others:
                 pronoun = "it" if len(others) == 1 else "them"
@@ -114,7 +135,11 @@ def build_dataloader(
             return sampled_loader(dataset, share, **options)
         if isinstance(dataset, TokenBudget):
             if division is not None or options.get("batch_size") is not None:
-                received = f"batch_size={options['batch_size']!r}" if division is None else "global_batch_size"
+                received = (
+                    f"batch_size={options['batch_size']!r}"
+                    if division is None
+                    else "global_batch_size"
+                )
                 raise ValueError(
                     f"Expected no batch size for split {split!r}: a TokenBudget makes batches of at most {dataset.limit} tokens. Received: "
                     f"dataloader.{received}. Set dataloader.{split}.batch_size to None; accum_steps says how many batches of each rank "
@@ -133,7 +158,9 @@ def build_dataloader(
         ) from error
 
 
-def _check_settings(dataset: object, settings: Mapping[str, object], *, split: str, canonical: bool) -> None:
+def _check_settings(
+    dataset: object, settings: Mapping[str, object], *, split: str, canonical: bool
+) -> None:
     """Refuse settings of a split that no loader of the library can have, each by itself."""
     for name in settings:
         if name not in SETTINGS:
@@ -224,7 +251,9 @@ def divide_updates(
     if canonical:
         if not train:
             size = loading["batch_size"] = loading.get("batch_size") or most or 1
-            return loading, WholeMicroBatches.of(size * world_size, world_size, size, is_update=False)
+            return loading, WholeMicroBatches.of(
+                size * world_size, world_size, size, is_update=False
+            )
         if samples is None or most is None:
             raise ValueError(
                 f"Expected dataloader.global_batch_size and an integer dataloader.micro_batch_size for split {split!r} with "
@@ -246,7 +275,9 @@ def divide_updates(
                 f"Expected accum_steps or dataloader.micro_batch_size to set the number of micro-batches of an update. "
                 f"Received: accum_steps={accum_steps}, micro_batch_size={micro_batch_size} for split {split!r}. Leave one of them out."
             )
-        division = Division.of_update(samples, world_size, micro_batches=accum_steps, micro_batch_size=most)
+        division = Division.of_update(
+            samples, world_size, micro_batches=accum_steps, micro_batch_size=most
+        )
         if not train:
             if loading.get("batch_size") is None:
                 loading["batch_size"] = division.micro_batch_size

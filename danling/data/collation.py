@@ -25,7 +25,9 @@ def collate(samples: Sequence[Any]) -> Any:
             return default_collate(samples)  # type: ignore[no-untyped-call]
         return [default_collate(column) for column in columns]  # type: ignore[no-untyped-call]
     known: dict[Any, Any] = dict(default_collate_fn_map)
-    known.setdefault(geometric.data.BaseData, lambda samples, **_: geometric.Batch.from_data_list(samples))
+    known.setdefault(
+        geometric.data.BaseData, lambda samples, **_: geometric.Batch.from_data_list(samples)
+    )
     return collate_by_type(samples, collate_fn_map=known)
 
 
@@ -68,7 +70,11 @@ def _move(value: Any, device: torch.device, non_blocking: bool) -> object:
         return value.to(device, non_blocking=non_blocking)
     if value is None or isinstance(value, (str, bytes, int, float)):
         return value
-    if kind not in (list, tuple, dict) and callable(getattr(value, "to", None)) and not isinstance(value, type):
+    if (
+        kind not in (list, tuple, dict)
+        and callable(getattr(value, "to", None))
+        and not isinstance(value, type)
+    ):
         try:
             return value.to(device, non_blocking=non_blocking)
         except TypeError:  # its `to` does not know about blocking

@@ -37,7 +37,9 @@ def describe(value: Any, depth: int = _DEPTH) -> object:
     if depth == 0:
         return type(value).__name__
     if isinstance(value, Mapping):
-        return [(repr(name), describe(item, depth - 1)) for name, item in islice(value.items(), _VALUES)]
+        return [
+            (repr(name), describe(item, depth - 1)) for name, item in islice(value.items(), _VALUES)
+        ]
     if isinstance(value, (list, tuple)):
         return len(value), [describe(item, depth - 1) for item in value[:_VALUES]]
     return type(value).__name__, describe(getattr(value, "__dict__", {}), depth - 1)
@@ -83,8 +85,14 @@ def _attributes(value: object) -> dict[str, object]:
 
 def _values_of(value: Any, size: int) -> list[object]:
     values = _values_at(value, _scattered(size))
-    can_be_searched = is_plain_tensor(value) if isinstance(value, Tensor) else value.dtype.kind in "biuf"
-    if not can_be_searched or not _VALUES < size <= _MOST_SEARCHED or values.count(values[0]) < len(values):
+    can_be_searched = (
+        is_plain_tensor(value) if isinstance(value, Tensor) else value.dtype.kind in "biuf"
+    )
+    if (
+        not can_be_searched
+        or not _VALUES < size <= _MOST_SEARCHED
+        or values.count(values[0]) < len(values)
+    ):
         return values
     # Nearly all values may be zero, as those of words in a bag or of one class out of many: the others tell such arrays apart.
     differs = (value != values[0]).reshape(-1)
@@ -115,7 +123,11 @@ def _values_at(value: Any, places: Sequence[int]) -> list[object]:
 def _plain(value: object) -> object:
     if isinstance(value, (str, os.PathLike)):
         return os.path.basename(os.fspath(value))
-    return value if isinstance(value, (bool, int, float, complex, bytes, type(None))) else type(value).__name__
+    return (
+        value
+        if isinstance(value, (bool, int, float, complex, bytes, type(None)))
+        else type(value).__name__
+    )
 
 
 def _is_array(value: Any) -> bool:
@@ -125,4 +137,6 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_strided(value: Tensor) -> bool:
-    return value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)
+    return value.layout == torch.strided and not (
+        value.is_nested or value.is_quantized or value.is_meta
+    )

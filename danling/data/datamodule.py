@@ -24,9 +24,16 @@ STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
 _PAUSE_SECONDS = 0.05
 _LIBRARY = ("lightning", "pytorch_lightning", "lightning_fabric")
 _IGNORED = {
-    "`to_device` of the runner": ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
+    "`to_device` of the runner": (
+        "transfer_batch_to_device",
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+    ),
     "`state_dict` and `load_state_dict` of the dataset": ("state_dict", "load_state_dict"),
-    "`state_dict` and `load_state_dict` of the runner": ("on_save_checkpoint", "on_load_checkpoint"),
+    "`state_dict` and `load_state_dict` of the runner": (
+        "on_save_checkpoint",
+        "on_load_checkpoint",
+    ),
 }
 """Where belongs here what hooks of a data module do that only a trainer calls."""
 
@@ -52,7 +59,9 @@ class LoaderSettings:
         return self.dataset[index]
 
 
-def from_datamodule(datamodule: Any, *, splits: Iterable[str] | str | None = None) -> dict[str, Any]:
+def from_datamodule(
+    datamodule: Any, *, splits: Iterable[str] | str | None = None
+) -> dict[str, Any]:
     """Return the splits of a `LightningDataModule` for `self.datasets`, called as a trainer calls it.
 
     `prepare_data` is called in one process of each machine while the others wait (with `prepare_data_per_node=False` in one of all),
@@ -84,7 +93,9 @@ def from_datamodule(datamodule: Any, *, splits: Iterable[str] | str | None = Non
     def is_own(name: str) -> bool:
         """Whether a method is the user's, and not one of Lightning that does nothing or fails."""
         method = getattr(type(datamodule), name, None)
-        own = callable(method) and getattr(method, "__module__", "").partition(".")[0] not in _LIBRARY
+        own = (
+            callable(method) and getattr(method, "__module__", "").partition(".")[0] not in _LIBRARY
+        )
         return own or name in vars(datamodule)  # as `LightningDataModule.from_datasets` sets it
 
     launch = LaunchEnvironment.read()
@@ -103,7 +114,9 @@ def from_datamodule(datamodule: Any, *, splits: Iterable[str] | str | None = Non
             f"Expected a data module with a method {methods}. Received: {kind}, which has loaders for {present or 'no split'}. Define it, "
             "or name others in `splits`."
         )
-    ignored = {place: hooks for place, names in _IGNORED.items() if (hooks := list(filter(is_own, names)))}
+    ignored = {
+        place: hooks for place, names in _IGNORED.items() if (hooks := list(filter(is_own, names)))
+    }
     if ignored and launch.rank == 0:
         logger.warning(
             "%s defines %s, which only a trainer of Lightning calls: nothing calls it here. What it does belongs into %s.",
@@ -200,11 +213,20 @@ def _taken_over(loader: Any) -> Any:
         return loader
     if not (in_turn or at_random) or sampler.data_source is not loader.dataset:
         return loader
-    settings: dict[str, Any] = {name: getattr(loader, name) for name in TAKEN if hasattr(loader, name)}
+    settings: dict[str, Any] = {
+        name: getattr(loader, name) for name in TAKEN if hasattr(loader, name)
+    }
     settings |= {"batch_size": order.batch_size, "shuffle": at_random, "drop_last": order.drop_last}
     usual = default_convert if batches is None else default_collate
     if loader.collate_fn is not usual:
         settings["collate_fn"] = loader.collate_fn
     defaults = vars(TorchDataLoader(loader.dataset))
-    changed = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}
-    return LoaderSettings(loader.dataset, {**changed, **{name: settings[name] for name in ("batch_size", "drop_last")}})
+    changed = {
+        name: value
+        for name, value in settings.items()
+        if name not in defaults or value != defaults[name]
+    }
+    return LoaderSettings(
+        loader.dataset,
+        {**changed, **{name: settings[name] for name in ("batch_size", "drop_last")}},
+    )

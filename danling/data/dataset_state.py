@@ -40,7 +40,9 @@ _OF_THE_PROGRAM = (ModuleType, type, FunctionType, BuiltinFunctionType, logging.
 
 def is_stateful(value: object) -> bool:
     """Return whether something has `state_dict` and `load_state_dict`."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
 
 
 def is_equal(first: Any, second: Any) -> bool:
@@ -52,8 +54,12 @@ def is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(is_equal, first, second))
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(is_equal(first[key], second[key]) for key in first)
-    return bool(first == second) or (first != first and second != second)  # a NaN is the same as another one
+        return first.keys() == second.keys() and all(
+            is_equal(first[key], second[key]) for key in first
+        )
+    return bool(first == second) or (
+        first != first and second != second
+    )  # a NaN is the same as another one
 
 
 def to_plain(value: Any, path: str = "state") -> object:
@@ -96,7 +102,11 @@ def from_plain(value: object) -> Any:
             return decode_set(value)
         if kind == _DICT and names == {"kind", "pairs"}:
             return {key: from_plain(item) for key, item in value["pairs"]}
-        return _older_array(value) if _OLDER_ARRAY in value else {key: from_plain(item) for key, item in value.items()}
+        return (
+            _older_array(value)
+            if _OLDER_ARRAY in value
+            else {key: from_plain(item) for key, item in value.items()}
+        )
     if isinstance(value, (list, tuple, set, frozenset)):
         return type(value)(from_plain(item) for item in value)
     return value
@@ -109,7 +119,9 @@ def _older_array(value: Mapping[str, Any]) -> Any:
     # An empty array has a tensor of another dtype.
     is_empty = value["data"].dtype is not torch.uint8
     data = b"" if is_empty else bytes(value["data"].tolist())
-    array = numpy.frombuffer(bytearray(data), numpy.dtype(value[_OLDER_ARRAY])).reshape(value["shape"])
+    array = numpy.frombuffer(bytearray(data), numpy.dtype(value[_OLDER_ARRAY])).reshape(
+        value["shape"]
+    )
     return array if value["shape"] else array[()]
 
 
@@ -144,7 +156,11 @@ def stateful_parts(dataset: object, path: str = "dataset") -> dict[str, object]:
     parts = parts_of(dataset)
     if parts is None:
         return {path: dataset} if is_stateful(dataset) else {}
-    return {name: held for way, part in parts.items() for name, held in stateful_parts(part, f"{path}{way}").items()}
+    return {
+        name: held
+        for way, part in parts.items()
+        for name, held in stateful_parts(part, f"{path}{way}").items()
+    }
 
 
 def get_states(parts: Mapping[str, Any]) -> dict[str, object]:
@@ -166,14 +182,22 @@ def _leaves(dataset: object, path: str = "") -> dict[str, object]:
     parts = parts_of(dataset)
     if parts is None:
         return {} if is_stateful(dataset) else {path: dataset}
-    return {name: leaf for way, part in parts.items() for name, leaf in _leaves(part, f"{path}{way}").items()}
+    return {
+        name: leaf
+        for way, part in parts.items()
+        for name, leaf in _leaves(part, f"{path}{way}").items()
+    }
 
 
 def plain_attributes(dataset: object) -> dict[str, object]:
     """Return the numbers and texts that are attributes of the datasets without a state in a dataset, by path: 64 of each at most."""
     found = {}
     for path, leaf in _leaves(dataset).items():
-        plain = ((name, value) for name, value in getattr(leaf, "__dict__", {}).items() if type(value) in _WATCHED)
+        plain = (
+            (name, value)
+            for name, value in getattr(leaf, "__dict__", {}).items()
+            if type(value) in _WATCHED
+        )
         found.update({f"{path}.{name}": value for name, value in islice(plain, _MOST_WATCHED)})
     return found
 
@@ -181,7 +205,11 @@ def plain_attributes(dataset: object) -> dict[str, object]:
 def changed_attributes(before: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
     """Return the paths in two answers of `plain_attributes` whose values differ."""
     missing = object()
-    return {path for path in {**before, **now} if not is_equal(before.get(path, missing), now.get(path, missing))}
+    return {
+        path
+        for path in {**before, **now}
+        if not is_equal(before.get(path, missing), now.get(path, missing))
+    }
 
 
 def set_epoch_of(dataset: Any, epoch: int) -> set[str]:
@@ -204,7 +232,9 @@ class DatasetCopies:
 
     def differ_from(self, dataset: object) -> bool:
         """Return whether the dataset has changed since."""
-        return not _are_same(self._marks, [_mark(leaf, _DEEPEST) for leaf in _leaves(dataset).values()])
+        return not _are_same(
+            self._marks, [_mark(leaf, _DEEPEST) for leaf in _leaves(dataset).values()]
+        )
 
 
 class _Same(NamedTuple):

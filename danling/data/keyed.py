@@ -15,7 +15,15 @@ from torch.utils.data._utils.collate import default_convert
 from danling.utils.tensors import shapes_of
 
 from .collation import collate
-from .dataset_state import from_plain, get_states, is_equal, is_stateful, parts_of, stateful_parts, to_plain
+from .dataset_state import (
+    from_plain,
+    get_states,
+    is_equal,
+    is_stateful,
+    parts_of,
+    stateful_parts,
+    to_plain,
+)
 from .randomness import Generators, derive_seed, mix_seed
 from .sampler import BatchKey, Share
 from .workers import WorkersView
@@ -170,7 +178,9 @@ def reads_batches(dataset: object) -> bool:
     inner = dataset
     while type(inner) is Subset:
         inner = inner.dataset
-    return callable(getattr(inner, "__getitems__", None)) and callable(getattr(dataset, "__getitems__", None))
+    return callable(getattr(inner, "__getitems__", None)) and callable(
+        getattr(dataset, "__getitems__", None)
+    )
 
 
 def draws_nothing(dataset: object) -> bool:
@@ -245,7 +255,9 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
         try:
             return self.make(items[0] if self.size is None else items)
         except Exception as error:
-            note_samples(error, self.share.split, range(self._items - len(items), self._items), items)
+            note_samples(
+                error, self.share.split, range(self._items - len(items), self._items), items
+            )
             raise
 
     def _take(self, number: int) -> list[object]:
@@ -312,7 +324,8 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
                     type(self.dataset).__name__,
                     items,
                     self.epoch,
-                    why or "Give it, or the iterator that it returns, state_dict and load_state_dict.",
+                    why
+                    or "Give it, or the iterator that it returns, state_dict and load_state_dict.",
                 )
             for number in range(items):
                 if not self._take(1):

@@ -128,7 +128,9 @@ class KeyedLoader(LibraryLoader):
         key = "batch_sampler" if batched else "sampler"
         settings[key] = order
         collate_fn = collate if collate_fn is None and batched else collate_fn
-        super().__init__(dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn, **settings)
+        super().__init__(
+            dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn, **settings
+        )
 
     @property
     def is_rank_local(self) -> bool:
@@ -148,7 +150,10 @@ class KeyedLoader(LibraryLoader):
         data = iter(self) if read else repeat(PLACEHOLDER)
         batches: Iterator[Batch] = self.order.batches(data)
         if self.batch_size is None:  # only the dataset knows how many samples an item holds
-            return (each._replace(samples=0 if each.samples == 0 else None, total=None, read=None) for each in batches)
+            return (
+                each._replace(samples=0 if each.samples == 0 else None, total=None, read=None)
+                for each in batches
+            )
         return batches
 
     def __iter__(self) -> Any:
@@ -165,7 +170,9 @@ class KeyedLoader(LibraryLoader):
             shut_down_workers(self)
         if self.persistent_workers:
             self._copies = DatasetCopies(self.dataset)
-        self._copied_states = get_states(self.stateful) if self.stateful and self.num_workers else None
+        self._copied_states = (
+            get_states(self.stateful) if self.stateful and self.num_workers else None
+        )
         if self.num_workers or self.pin_memory:
             self._iterator = super().__iter__()
             return self._iterator
@@ -284,11 +291,15 @@ class DataLoader(KeyedLoader):
         cut = division
         if cut is None:
             cut = Division.of_batches(batch_size or 1, share.world_size)
-        order = PositionedBatchSampler(length, share, cut, shuffle=shuffle, drop_last=drop_last, pad=pad)
+        order = PositionedBatchSampler(
+            length, share, cut, shuffle=shuffle, drop_last=drop_last, pad=pad
+        )
         _check_not_empty(order)
         shown = batch_size if division is None else division.micro_batch_size
         batched = batch_size is not None
-        super().__init__(dataset, order, batch_size=shown, batched=batched, drop_last=drop_last, **settings)
+        super().__init__(
+            dataset, order, batch_size=shown, batched=batched, drop_last=drop_last, **settings
+        )
 
     def take_length(self) -> None:
         """Take over the length that the dataset has now. Call between two passes."""
@@ -299,7 +310,11 @@ class DataLoader(KeyedLoader):
     def tell_epoch(self) -> None:
         """Call `set_epoch` of the dataset, and take over the length that follows where nothing of the pass is read."""
         super().tell_epoch()
-        if hasattr(self.dataset, "set_epoch") and not self.order.consumed and len(self.dataset) != self.order.length:
+        if (
+            hasattr(self.dataset, "set_epoch")
+            and not self.order.consumed
+            and len(self.dataset) != self.order.length
+        ):
             self.take_length()
 
     @property
@@ -345,7 +360,9 @@ def _check_not_empty(order: PositionedBatchSampler) -> None:
     if order.drop_last and order.length < division.samples:
         whole = division.is_update
         key = "global_batch_size" if whole else "batch_size"
-        factors = "" if whole else f" (batch_size {division.micro_batch_size} x {order.world_size} ranks)"
+        factors = (
+            "" if whole else f" (batch_size {division.micro_batch_size} x {order.world_size} ranks)"
+        )
         raise ValueError(
             f"Expected split {order.split!r} to have at least one {'update' if whole else 'global batch'} of "
             f"{division.samples} samples{factors}, since drop_last=True. Received: {order.length} samples. "
@@ -381,7 +398,9 @@ class StreamLoader(LibraryLoader):
         if collate_fn in (None, default_collate):
             collate_fn = default_convert if batch_size is None else collate
         self._make: Callable[[Any], Any] = collate_fn
-        super().__init__(dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=_as_is, **settings)
+        super().__init__(
+            dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=_as_is, **settings
+        )
         self._stream: KeyedStream | None = None
         self._states: dict[int, dict[str, Any]] = {}
         self._first = 0
@@ -432,7 +451,10 @@ class StreamLoader(LibraryLoader):
         states = self._states
         if not self.num_workers and self._stream is not None and self._stream.has_begun:
             states = {0: self._stream.place()}
-        return {"workers": {str(worker): state for worker, state in states.items()}, "first": self._first}
+        return {
+            "workers": {str(worker): state for worker, state in states.items()},
+            "first": self._first,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a place, from which the next iterator begins."""

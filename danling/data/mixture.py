@@ -81,7 +81,11 @@ class Mixture(OrderedDataset):
                 f"Expected datasets by name. Received: sources={sources!r} ({type(sources).__name__}). Pass a mapping such as "
                 '{"web": web, "code": code}.'
             )
-        is_by_epoch = isinstance(weights, Mapping) and weights and all(isinstance(key, int) for key in weights)
+        is_by_epoch = (
+            isinstance(weights, Mapping)
+            and weights
+            and all(isinstance(key, int) for key in weights)
+        )
         by_epoch: Any = weights if callable(weights) or is_by_epoch else {0: weights}
         begins_at_zero = callable(by_epoch) or (0 in by_epoch and min(by_epoch) == 0)
         if not begins_at_zero:
@@ -90,7 +94,9 @@ class Mixture(OrderedDataset):
             )
         self.sources = dict(sources)
         self.names = list(self.sources)
-        self.lengths = [length_of(source, f"source {name!r}") for name, source in self.sources.items()]
+        self.lengths = [
+            length_of(source, f"source {name!r}") for name, source in self.sources.items()
+        ]
         self.shuffle = shuffle
         self.labelled = labelled
         self._weights = by_epoch
@@ -107,7 +113,9 @@ class Mixture(OrderedDataset):
     def __getitem__(self, position: int) -> Any:
         """Return the sample at a position of the epoch."""
         if not 0 <= position < self._length:
-            raise IndexError(f"Expected a position between 0 and {self._length - 1}. Received: position={position}.")
+            raise IndexError(
+                f"Expected a position between 0 and {self._length - 1}. Received: position={position}."
+            )
         number, index = self.locate(position)
         sample = self.sources[self.names[number]][index]
         if not self.labelled:
@@ -132,7 +140,11 @@ class Mixture(OrderedDataset):
             return number, place
         order = self._orders.get(number)
         if order is None or order[0] != passes:
-            seed = derive_seed(self.seed, "mixture", self.names[number], passes) if self.shuffle else None
+            seed = (
+                derive_seed(self.seed, "mixture", self.names[number], passes)
+                if self.shuffle
+                else None
+            )
             order = self._orders[number] = passes, epoch_order(self.lengths[number], seed)
         return number, order[1].indices(place, 1)[0]
 
@@ -173,7 +185,10 @@ class Mixture(OrderedDataset):
         """
         stage = self._stage_of(epoch)
         counts = stage.turns.counts((epoch - stage.first) * self._length + consumed)
-        return {name: before + count for name, before, count in zip(self.names, stage.before, counts, strict=True)}
+        return {
+            name: before + count
+            for name, before, count in zip(self.names, stage.before, counts, strict=True)
+        }
 
     def by_source(self, values: Tensor, sources: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the sum of values and their number for each source, such as for `runner.meters.add_totals`.
@@ -200,9 +215,14 @@ class Mixture(OrderedDataset):
         """Return what positions up to an epoch depend on, as text: the sources and their lengths, and the weights until then."""
         self._stage_of(epoch)
         stages = [stage for stage in self._stages if stage.first <= epoch]
-        shares = [f"{stage.first}: " + ", ".join(str(share) for share in stage.turns.shares) for stage in stages]
+        shares = [
+            f"{stage.first}: " + ", ".join(str(share) for share in stage.turns.shares)
+            for stage in stages
+        ]
         return {
-            "sources": ", ".join(f"{name}: {length}" for name, length in zip(self.names, self.lengths, strict=True)),
+            "sources": ", ".join(
+                f"{name}: {length}" for name, length in zip(self.names, self.lengths, strict=True)
+            ),
             "shares by epoch": "; ".join(shares),
             "shuffle": str(self.shuffle),
         }
@@ -219,21 +239,29 @@ class Mixture(OrderedDataset):
             self._known_until = later
             if turns.shares != last.turns.shares:
                 counts = last.turns.counts((later - last.first) * self._length)
-                before = tuple(begun + count for begun, count in zip(last.before, counts, strict=True))
+                before = tuple(
+                    begun + count for begun, count in zip(last.before, counts, strict=True)
+                )
                 self._stages.append(_Stage(later, turns, before))
         return next(stage for stage in reversed(self._stages) if stage.first <= epoch)
 
     def _turns_at(self, epoch: int) -> Turns:
         """Return the turns of the weights that begin at an epoch."""
         given = self._weights
-        weights = given(epoch) if callable(given) else given[max(first for first in given if first <= epoch)]
+        weights = (
+            given(epoch)
+            if callable(given)
+            else given[max(first for first in given if first <= epoch)]
+        )
         if not isinstance(weights, Mapping) or set(weights) != set(self.names):
             names = sorted(map(str, weights)) if isinstance(weights, Mapping) else repr(weights)
             raise ValueError(
                 f"Expected a weight for each of the sources {sorted(self.names)} at epoch {epoch}. Received: {names}. Give every source "
                 "one, 0 for none."
             )
-        return turns_of(tuple(proportions_of({name: weights[name] for name in self.names}).values()))
+        return turns_of(
+            tuple(proportions_of({name: weights[name] for name in self.names}).values())
+        )
 
     def _chosen_length(self, length: object) -> int:
         if isinstance(length, int) and not isinstance(length, bool) and length > 0:
@@ -267,12 +295,18 @@ def proportions_of(weights: Mapping[str, Any]) -> dict[str, Fraction]:
     """
     exact: dict[str, Fraction] = {}
     for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= float(weight) < float("inf"):
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, Real)
+            or not 0 <= float(weight) < float("inf")
+        ):
             raise ValueError(
                 f"Expected the weight of source {name!r} to be a finite number of at least 0. Received: weights[{name!r}]={weight!r} "
                 f"({type(weight).__name__})."
             )
-        exact[name] = Fraction(weight) if isinstance(weight, Rational) else Fraction(repr(float(weight)))
+        exact[name] = (
+            Fraction(weight) if isinstance(weight, Rational) else Fraction(repr(float(weight)))
+        )
     total = sum(exact.values(), Fraction(0))
     if not total:
         raise ValueError(
@@ -287,7 +321,9 @@ def proportions_of(weights: Mapping[str, Any]) -> dict[str, Fraction]:
     whole = {name: max(int(part), int(part > 0)) for name, part in parts.items()}
     missing = LARGEST_PERIOD - sum(whole.values())
     by_remainder = sorted(parts, key=lambda name: whole[name] - parts[name])
-    for name in by_remainder[:missing] if missing > 0 else [max(whole, key=lambda name: whole[name])]:
+    for name in (
+        by_remainder[:missing] if missing > 0 else [max(whole, key=lambda name: whole[name])]
+    ):
         whole[name] += 1 if missing > 0 else missing
     return {name: Fraction(part, LARGEST_PERIOD) for name, part in whole.items()}
 
@@ -315,11 +351,19 @@ class Turns:
         for turn in range(self.period):
             while waiting and waiting[0][0] <= turn:
                 _, party = heappop(waiting)
-                heappush(due, (-(-(len(self._turns[party]) + 1) * self.period // self.in_period[party]), party))
+                heappush(
+                    due,
+                    (
+                        -(-(len(self._turns[party]) + 1) * self.period // self.in_period[party]),
+                        party,
+                    ),
+                )
             _, party = heappop(due)
             self._party.append(party)
             self._turns[party].append(turn)
-            heappush(waiting, (len(self._turns[party]) * self.period // self.in_period[party], party))
+            heappush(
+                waiting, (len(self._turns[party]) * self.period // self.in_period[party], party)
+            )
 
     def at(self, turn: int) -> tuple[int, int]:
         """Return whose turn it is, and the how manieth of that party, both from 0."""

@@ -42,7 +42,11 @@ def epoch_order(length: int, seed: int | None) -> Order:
     """
     if seed is None:
         return Order(length)
-    return ListedPermutation(length, seed) if length <= LISTED_UP_TO else KeyedPermutation(length, seed)
+    return (
+        ListedPermutation(length, seed)
+        if length <= LISTED_UP_TO
+        else KeyedPermutation(length, seed)
+    )
 
 
 class ListedPermutation(Order):
@@ -88,10 +92,14 @@ class KeyedPermutation(Order):
     def parts(self, places: Sequence[tuple[int, int]]) -> list[list[int]]:
         """Return the indices of several stretches of positions, computed together: most of the time is that of a call."""
         numpy = get_numpy()
-        stretches = [range(first, max(first, min(first + count, self.length))) for first, count in places]
+        stretches = [
+            range(first, max(first, min(first + count, self.length))) for first, count in places
+        ]
         if numpy is None:
             return [[self.index(position) for position in stretch] for stretch in stretches]
-        positions = [numpy.arange(stretch.start, stretch.stop, dtype="uint64") for stretch in stretches]
+        positions = [
+            numpy.arange(stretch.start, stretch.stop, dtype="uint64") for stretch in stretches
+        ]
         found = self._mixed_all(numpy, numpy.concatenate(positions))
         beyond = numpy.flatnonzero(found >= numpy.uint64(self.length))
         while len(beyond):

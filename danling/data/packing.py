@@ -76,18 +76,26 @@ class _Grouped(OrderedDataset):
         self.lengths = document_lengths(dataset, lengths, self.keys[0])
         longest = int(self.lengths.max())
         if not longest:
-            raise ValueError(f"Expected documents with tokens. Received: {len(self.lengths)} documents of length 0.")
+            raise ValueError(
+                f"Expected documents with tokens. Received: {len(self.lengths)} documents of length 0."
+            )
         if longest > limit and not splits:
             index = int(self.lengths.argmax())
             more = int((self.lengths > limit).sum())
-            fix = "raise length, or set too_long='split'" if isinstance(self, Packed) else "raise tokens"
+            fix = (
+                "raise length, or set too_long='split'"
+                if isinstance(self, Packed)
+                else "raise tokens"
+            )
             raise ValueError(
                 f"Expected documents of at most {limit} tokens. Received: {more} longer ones, the longest at index {index} with "
                 f"{longest} tokens. Shorten or leave them out, {fix}."
             )
         self.tokens_in_all = int(self.lengths.sum())
         documents = len(self.lengths)
-        self.chunk = min(chunk or max(_CHUNK, _GROUPS * limit * documents // self.tokens_in_all), documents)
+        self.chunk = min(
+            chunk or max(_CHUNK, _GROUPS * limit * documents // self.tokens_in_all), documents
+        )
         seed = derive_seed("chunks", documents) if shuffle else None
         self._members = epoch_order(documents, seed)
         self._counts, self._digest = [], 0
@@ -128,7 +136,9 @@ class _Grouped(OrderedDataset):
     def pieces(self, position: int) -> list[Piece]:
         """Return what the item at a position of the epoch is made of."""
         if not 0 <= position < len(self):
-            raise IndexError(f"Expected a position between 0 and {len(self) - 1}. Received: position={position}.")
+            raise IndexError(
+                f"Expected a position between 0 and {len(self) - 1}. Received: position={position}."
+            )
         place = bisect_right(self._ends, position)
         number = self._order[place]
         if number not in self._plans:
@@ -136,7 +146,9 @@ class _Grouped(OrderedDataset):
                 del self._plans[next(iter(self._plans))]
             pieces = self._pieces(number, self._derived("documents", number))
             groups = self._grouped([piece.size for piece in pieces])
-            order = epoch_order(len(groups), self._derived("groups", number)).indices(0, len(groups))
+            order = epoch_order(len(groups), self._derived("groups", number)).indices(
+                0, len(groups)
+            )
             self._plans[number] = [[pieces[n] for n in groups[index]] for index in order]
         begin = self._ends[place - 1] if place else 0
         return self._plans[number][position - begin]
@@ -163,14 +175,18 @@ class _Grouped(OrderedDataset):
         """Return the pieces in a chunk, the largest first."""
         documents = torch.tensor(self._members.indices(chunk * self.chunk, self.chunk))
         if seed is not None:
-            documents = documents[torch.tensor(epoch_order(len(documents), seed).indices(0, len(documents)))]
+            documents = documents[
+                torch.tensor(epoch_order(len(documents), seed).indices(0, len(documents)))
+            ]
         lengths = self.lengths[documents].long()
         parts = (lengths + self.limit - 1) // self.limit  # none of an empty document
         number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
         documents, starts = documents.repeat_interleave(parts), number * self.limit
         sizes = (lengths.repeat_interleave(parts) - starts).clamp(max=self.limit)
         sizes, falling = sizes.sort(descending=True, stable=True)
-        return list(map(Piece, documents[falling].tolist(), starts[falling].tolist(), sizes.tolist()))
+        return list(
+            map(Piece, documents[falling].tolist(), starts[falling].tolist(), sizes.tolist())
+        )
 
     def _read(self, pieces: Sequence[Piece]) -> list[object]:
         """Return the documents of some pieces."""
@@ -232,12 +248,16 @@ class Packed(_Grouped):
         shuffle: bool = True,
     ) -> None:
         if too_long not in ("error", "split"):
-            raise ValueError(f"Expected too_long to be 'error' or 'split'. Received: too_long={too_long!r}.")
+            raise ValueError(
+                f"Expected too_long to be 'error' or 'split'. Received: too_long={too_long!r}."
+            )
         if unknown := sorted(set(fields) - set(FIELDS)):
             raise ValueError(f"Expected fields out of {list(FIELDS)}. Received: {unknown}.")
         self.fields = tuple(fields)
         self.pad = pad
-        super().__init__(dataset, length, lengths, keys, chunk=chunk, shuffle=shuffle, splits=too_long == "split")
+        super().__init__(
+            dataset, length, lengths, keys, chunk=chunk, shuffle=shuffle, splits=too_long == "split"
+        )
 
     @property
     def efficiency(self) -> float:
@@ -267,7 +287,9 @@ class Packed(_Grouped):
             labels[self.limit - rest :] = IGNORED
             block["labels"] = labels
         if "document_ids" in self.fields:
-            block["document_ids"] = torch.arange(len(stretches)).repeat_interleave(torch.tensor(stretches))
+            block["document_ids"] = torch.arange(len(stretches)).repeat_interleave(
+                torch.tensor(stretches)
+            )
         return block
 
     def _grouped(self, sizes: list[int]) -> list[list[int]]:
@@ -325,7 +347,10 @@ class TokenBudget(_Grouped):
         """Return the batch of some documents, padded to the longest."""
         batch: dict[str, Tensor] = {}
         for key in self.keys:
-            tokens = [torch.as_tensor(each[key] if isinstance(each, Mapping) else each) for each in documents]
+            tokens = [
+                torch.as_tensor(each[key] if isinstance(each, Mapping) else each)
+                for each in documents
+            ]
             filling = IGNORED if key == "labels" else self.pad
             batch[key] = pad_sequence(tokens, batch_first=True, padding_value=filling)
         lengths = torch.tensor([len(each) for each in tokens])
@@ -409,7 +434,9 @@ def document_lengths(dataset: Any, lengths: Lengths, key: str) -> Tensor:
         from tqdm import tqdm
 
         hidden = None if LaunchEnvironment.read().rank == 0 else True  # None: shown on a terminal
-        shown = tqdm(range(documents), desc="lengths", unit=" documents", disable=hidden, leave=False)
+        shown = tqdm(
+            range(documents), desc="lengths", unit=" documents", disable=hidden, leave=False
+        )
         samples = (dataset[index] for index in shown)
         found = [len(sample[key] if isinstance(sample, Mapping) else sample) for sample in samples]
     else:

@@ -68,7 +68,9 @@ def derive_seed(*parts: int | str) -> int:
     digest = blake2b(digest_size=8)
     for part in parts:
         if not isinstance(part, (int, str)):
-            raise TypeError(f"Expected seed parts of type int or str. Received: part={part!r} ({type(part).__name__}).")
+            raise TypeError(
+                f"Expected seed parts of type int or str. Received: part={part!r} ({type(part).__name__})."
+            )
         is_number = isinstance(part, int)  # of a boolean too, which counts as one
         encoded = str(int(part) if is_number else part).encode()
         # With its length and type, so that no two lists of parts read the same.
@@ -213,7 +215,11 @@ class Generators:
         known = {id(generator) for generator, _ in self._seeded}
         numpy, mtrand = sys.modules.get("numpy"), sys.modules.get("numpy.random.mtrand")
         leaves = LEAVES if numpy is None else (*LEAVES, numpy.generic, numpy.dtype, numpy.ndarray)
-        streams = (torch.default_generator, getattr(random, "_inst", None), getattr(mtrand, "_rand", None))
+        streams = (
+            torch.default_generator,
+            getattr(random, "_inst", None),
+            getattr(mtrand, "_rand", None),
+        )
         # With the objects, so that none is freed and its id given to another one.
         seen: dict[int, Any] = {id(stream): stream for stream in streams}
         self.found, asking = {}, {}
@@ -233,7 +239,10 @@ class Generators:
         for path in list(asking):
             if any(name.startswith((f"{path}.", f"{path}[")) for name in self.found):
                 del asking[path]
-        self._seeded = [(generator, crc32(path.encode())) for path, generator in {**self.found, **asking}.items()]
+        self._seeded = [
+            (generator, crc32(path.encode()))
+            for path, generator in {**self.found, **asking}.items()
+        ]
         return any(id(generator) not in known for generator, _ in self._seeded)
 
     def seed(self, seed: int) -> None:
@@ -248,7 +257,9 @@ def _drives(kind: type) -> bool:
 
     What torch keeps of a block that it shards is a hundred objects: those of forty blocks are all that a look has time for.
     """
-    return callable(getattr(kind, "train", None)) or kind.__module__.startswith("torch.distributed.")
+    return callable(getattr(kind, "train", None)) or kind.__module__.startswith(
+        "torch.distributed."
+    )
 
 
 def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
@@ -257,9 +268,14 @@ def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
         for number, (key, item) in enumerate(list(itertools.islice(value.items(), _WIDTH))):
             yield f"{path}[{_key_of(key, number)}]", item
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
-        yield from ((f"{path}[{number}]", item) for number, item in enumerate(itertools.islice(value, _WIDTH)))
+        yield from (
+            (f"{path}[{number}]", item)
+            for number, item in enumerate(itertools.islice(value, _WIDTH))
+        )
     elif isinstance(value, functools.partial):
-        yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+        yield from (
+            (f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")
+        )
     elif isinstance(value, types.MethodType):
         yield f"{path}.__self__", value.__self__
     attributes = _attribute(value, "__dict__")
@@ -313,7 +329,9 @@ def is_generator(value: object) -> bool:
         return True
     # Without NumPy loaded there are none of its generators.
     numpy = sys.modules.get("numpy.random")
-    return numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator))
+    return numpy is not None and isinstance(
+        value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
+    )
 
 
 def seed_generator(generator: Any, seed: int) -> None:
@@ -348,7 +366,11 @@ def generator_state(generator: object) -> Any:
         return generator.get_state()
     if hasattr(generator, "get_state"):
         return generator.get_state(legacy=False)
-    return generator.getstate() if isinstance(generator, random.Random) else _bit_generator(generator).state
+    return (
+        generator.getstate()
+        if isinstance(generator, random.Random)
+        else _bit_generator(generator).state
+    )
 
 
 def set_generator_state(generator: Any, state: Any) -> None:

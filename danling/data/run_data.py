@@ -34,7 +34,9 @@ _SCORED_FIRST = ("val", "validate", "validation", "valid", "dev")
 _OF_TRAINING = ("shuffle", "drop_last", "sampler", "batch_sampler")
 """Settings of order and dropping. Those that all splits share, and those of a split to train on, hold for training: an evaluation reads
 every sample once, in the order of the dataset."""
-_OF_WORKERS = frozenset({"persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"})
+_OF_WORKERS = frozenset(
+    {"persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"}
+)
 """Settings of worker processes, which are errors without workers."""
 
 
@@ -103,7 +105,11 @@ class RunData:
         asked = self._run.config.get("evaluate_splits", None)
         if asked is None:
             trained = self._run.config.get("train_splits", None) or ()
-            return [name for name in self.names if name not in trained and not name.startswith(_NOT_EVALUATED)]
+            return [
+                name
+                for name in self.names
+                if name not in trained and not name.startswith(_NOT_EVALUATED)
+            ]
         return self._checked(asked, "evaluate_splits")
 
     def to_infer(self, evaluated: Sequence[str]) -> list[str]:
@@ -121,7 +127,9 @@ class RunData:
         named = [split for split in evaluated if name.startswith(f"{split}.")]
         if named:
             return max(named, key=len)
-        return next((name for name in _SCORED_FIRST if name in evaluated), next(iter(evaluated), None))
+        return next(
+            (name for name in _SCORED_FIRST if name in evaluated), next(iter(evaluated), None)
+        )
 
     def _no_name(self, received: object) -> TypeError:
         return TypeError(
@@ -129,13 +137,17 @@ class RunData:
             "`self.dataloaders` under a name, and pass the name. How long to train is in the configuration: epochs or steps."
         )
 
-    def choose(self, asked: str | Sequence[str] | None, default: Sequence[str], verb: str) -> list[str]:
+    def choose(
+        self, asked: str | Sequence[str] | None, default: Sequence[str], verb: str
+    ) -> list[str]:
         """Return the splits that a caller asks for, or the default ones where that is `None`.
 
         Raises:
             ValueError: If there is none, or one is unknown or named twice.
         """
-        if not (asked is None or isinstance(asked, Collection)):  # a loader would be read to its end
+        if not (
+            asked is None or isinstance(asked, Collection)
+        ):  # a loader would be read to its end
             raise self._no_name(asked)
         if asked is None:
             names = list(default)
@@ -184,7 +196,9 @@ class RunData:
         if self._divided is None or not is_trained:
             return merged
         has_order = any(merged.get(name) is not None for name in ("sampler", "batch_sampler"))
-        by_itself = has_order or split in self._divide_themselves or isinstance(dataset, IterableDataset)
+        by_itself = (
+            has_order or split in self._divide_themselves or isinstance(dataset, IterableDataset)
+        )
         return dict(self._divided(merged, by_itself))
 
     def settings_of_training(self, split: str) -> list[str]:
@@ -195,9 +209,16 @@ class RunData:
         own: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
         if split in self.to_train():
             places = {"dataloader": common, f"dataloader.{split}": own}
-            return [f"{place}.{key}" for place, given in places.items() for key in _OF_TRAINING if given.get(key)]
+            return [
+                f"{place}.{key}"
+                for place, given in places.items()
+                for key in _OF_TRAINING
+                if given.get(key)
+            ]
         decided = self.settings(split)
-        return [f"dataloader.{key}" for key in _OF_TRAINING if common.get(key) and key not in decided]
+        return [
+            f"dataloader.{key}" for key in _OF_TRAINING if common.get(key) and key not in decided
+        ]
 
     @contextmanager
     def reading_once(self) -> Iterator[None]:
@@ -266,7 +287,11 @@ class RunData:
     @property
     def finds_micro_batch_size(self) -> bool:
         """Whether the micro-batches of a split to train on are halved when memory runs out."""
-        built = [split for split in self._run.train_splits if split in self._run.datasets] if self.names else []
+        built = (
+            [split for split in self._run.train_splits if split in self._run.datasets]
+            if self.names
+            else []
+        )
         return any(self.settings(split).get("micro_batch_size") == AUTO for split in built)
 
     def limit_micro_batch(self, samples: int | None) -> None:
@@ -306,7 +331,11 @@ class RunData:
         """
         mine = self._own_lengths()
         loaders = self._run.dataloaders
-        samples = {split: loaders[split].order.length for split in mine if isinstance(loaders[split], DataLoader)}
+        samples = {
+            split: loaders[split].order.length
+            for split in mine
+            if isinstance(loaders[split], DataLoader)
+        }
         ranks = self._run.placement.optimizer.gather_objects((mine, samples, self._uncompared()))
         for split in samples:
             lengths = [of_rank.get(split) for _, of_rank, _ in ranks]
@@ -318,7 +347,9 @@ class RunData:
         self._name_other_data([series for _, _, series in ranks])
         self.lengths = {}
         for split in mine:
-            known = [length for updates, _, _ in ranks if (length := updates.get(split)) is not None]
+            known = [
+                length for updates, _, _ in ranks if (length := updates.get(split)) is not None
+            ]
             self.lengths[split] = min(known) if len(known) == len(ranks) else None
 
     def _uncompared(self) -> dict[str, dict[str, str]]:
@@ -326,8 +357,12 @@ class RunData:
         if self._run.placement.optimizer.size == 1:
             return {}
         loaders = self._run.dataloaders.items()
-        divided = {split: loader.dataset for split, loader in loaders if isinstance(loader, DataLoader)}
-        new = {split: each for split, each in divided.items() if self._compared.get(split) is not each}
+        divided = {
+            split: loader.dataset for split, loader in loaders if isinstance(loader, DataLoader)
+        }
+        new = {
+            split: each for split, each in divided.items() if self._compared.get(split) is not each
+        }
         self._compared.update(new)
         return {split: series_of(dataset) for split, dataset in new.items()}
 
@@ -369,7 +404,9 @@ class RunData:
         return Share(split, run.seed, *run.placement.share(trained=self._is_trained(split)))
 
     def _is_trained(self, split: str) -> bool:
-        return self._run.mode == "train" and split in self._run.train_splits and not self._reads_once
+        return (
+            self._run.mode == "train" and split in self._run.train_splits and not self._reads_once
+        )
 
     def build_loader(self, split: str, dataset: object) -> object:
         """Return a loader of one split over the data domain, in the order of the user's sampler, if there is one."""
@@ -403,10 +440,14 @@ class RunData:
                     "`self.datasets`."
                 )
             trained = self._is_trained(split)
-            context = LoaderContext(share, self.accum_steps(), run.is_main_process, trained, self._session)
+            context = LoaderContext(
+                share, self.accum_steps(), run.is_main_process, trained, self._session
+            )
             loader.bind_context(context, run)
         own_state = bool(self.settings(split).get("own_state"))
-        return open_source(loader, **share._asdict(), reads=run.placement.reads_data, own_state=own_state)
+        return open_source(
+            loader, **share._asdict(), reads=run.placement.reads_data, own_state=own_state
+        )
 
     def open_all(self) -> str | None:
         """Open every loader that is there now, and return the split whose metrics select the best checkpoint, if there is one.
@@ -480,13 +521,23 @@ class RunData:
         """Tell a dataset that is trained on too the pass of the training, after it was evaluated."""
         dataset = getattr(source.loader, "dataset", None)
         for trained in self.trained_sources().values():
-            if dataset is not None and trained is not source and getattr(trained.loader, "dataset", None) is dataset:
+            if (
+                dataset is not None
+                and trained is not source
+                and getattr(trained.loader, "dataset", None) is dataset
+            ):
                 trained.tell_epoch()
 
     def remember_states(self) -> Callable[[], None]:
         """Return what puts the states that datasets declare by `state_dict` back to what they are now. May be called on one rank."""
-        loaders = [source.loader for source in self.sources.values() if isinstance(source.loader, KeyedLoader)]
-        kept = [(loader.stateful, get_states(loader.stateful)) for loader in loaders if loader.stateful]
+        loaders = [
+            source.loader
+            for source in self.sources.values()
+            if isinstance(source.loader, KeyedLoader)
+        ]
+        kept = [
+            (loader.stateful, get_states(loader.stateful)) for loader in loaders if loader.stateful
+        ]
 
         def put_back() -> None:
             for parts, states in kept:
@@ -512,7 +563,9 @@ class RunData:
             source.load_state_dict(state)
         except ValueError as error:
             may_be_replaced = split in self._run.datasets or is_overridden(self._run, "train_epoch")
-            if not (state.get("consumed") and may_be_replaced and isinstance(source.read, KeyedLoader)):
+            if not (
+                state.get("consumed") and may_be_replaced and isinstance(source.read, KeyedLoader)
+            ):
                 raise
             source.await_dataset(state, error)
 
@@ -522,7 +575,9 @@ class RunData:
         return source
 
     def _is_replaced(self, split: str) -> bool:
-        return split in self._run.datasets and self._run.datasets[split] is not self._datasets.get(split)
+        return split in self._run.datasets and self._run.datasets[split] is not self._datasets.get(
+            split
+        )
 
     def _change_of(self, split: str) -> str | None:
         """Return how the dataset that a loader of the library was built from has changed, `None` where it has not."""
@@ -542,7 +597,9 @@ class RunData:
         loader = source.loader
         is_same = self._run.datasets.get(split) is self._datasets.get(split)
         # The program may have closed a dataset that it has replaced: only one that is still used has a length.
-        if is_same and (not isinstance(loader, DataLoader) or len(loader.dataset) == loader.order.length):
+        if is_same and (
+            not isinstance(loader, DataLoader) or len(loader.dataset) == loader.order.length
+        ):
             return
         change = self._change_of(split) if source.consumed and source.restored is None else None
         if change is not None:
@@ -553,7 +610,9 @@ class RunData:
 
     def trained_sources(self) -> dict[str, BatchSource]:
         """Return the batches of the splits to train on whose loaders were opened."""
-        return {split: self.sources[split] for split in self._run.train_splits if split in self.sources}
+        return {
+            split: self.sources[split] for split in self._run.train_splits if split in self.sources
+        }
 
     def redivide(self) -> None:
         """Build all loaders again for the ranks that there are now, at the positions that they have. No communication."""
@@ -580,7 +639,11 @@ class RunData:
 
     def update_loaders(self) -> dict[str, UpdateLoader]:
         """Return the loaders to train on that divide whole updates themselves, by split. May be called on one rank."""
-        return {split: source.read for split, source in self.trained_sources().items() if source.kind == "window"}
+        return {
+            split: source.read
+            for split, source in self.trained_sources().items()
+            if source.kind == "window"
+        }
 
     def commit_saved(self, payload: Mapping[str, Any]) -> None:
         """Let loaders free the data before their positions in a checkpoint that is on the disk.
@@ -599,7 +662,9 @@ class RunData:
 
 
 def _without_order(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in (*_OF_TRAINING, "own_state")}
+    return {
+        name: value for name, value in settings.items() if name not in (*_OF_TRAINING, "own_state")
+    }
 
 
 def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:

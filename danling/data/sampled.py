@@ -90,7 +90,9 @@ class SampledBatches(Sampler[BatchKey]):
         """Position and checksum after each batch whose key was handed out."""
         self._sizes: deque[int] = deque()
         """How many samples each batch has whose key was handed out, and whose data was not."""
-        holders = [held for held in (sampler, getattr(sampler, "sampler", None)) if held is not None]
+        holders = [
+            held for held in (sampler, getattr(sampler, "sampler", None)) if held is not None
+        ]
         self._take_epoch = [held for held in holders if callable(getattr(held, "set_epoch", None))]
         self._stateful: Any = None if self._take_epoch else next(filter(is_stateful, holders), None)
         """What keeps the state of the sampler; none where the order follows from the epoch."""
@@ -184,7 +186,11 @@ class SampledBatches(Sampler[BatchKey]):
             )
         # A pass that is over is not begun again, and the next one finds the sampler as this one left it.
         self._load_sampler(state.get("sampler"))
-        self.position, self.consumed, self._digest = state["position"], state["consumed"], state["digest"]
+        self.position, self.consumed, self._digest = (
+            state["position"],
+            state["consumed"],
+            state["digest"],
+        )
 
     def _load_sampler(self, state: object) -> None:
         if state is not None and self._stateful is not None:
@@ -222,7 +228,9 @@ class SampledBatches(Sampler[BatchKey]):
             self._found = to_plain(self._stateful.state_dict())
         self._tell_epoch()
         drawn = _Drawn(self)
-        while drawn.position < self.position and drawn.take(min(self.batch_size, self.position - drawn.position)):
+        while drawn.position < self.position and drawn.take(
+            min(self.batch_size, self.position - drawn.position)
+        ):
             pass
         if (drawn.position, drawn.digest) != (self.position, self._digest):
             units = "batches" if self.batched else "indices"
@@ -251,7 +259,11 @@ class _Drawn:
         self._chunks = 0
         sampler = batches.sampler
         # Of a sampler that draws an order for one rank; one of which each rank takes a part draws alike on all.
-        draws_apart = type(order_of(batches)) in (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+        draws_apart = type(order_of(batches)) in (
+            RandomSampler,
+            WeightedRandomSampler,
+            SubsetRandomSampler,
+        )
         apart = (batches.rank,) if draws_apart else ()
         self._order_seed = derive_seed(batches.seed, "order", batches.split, batches.epoch, *apart)
         self._generators = Generators({"sampler": sampler})
@@ -298,15 +310,29 @@ def sampled_loader(
 ) -> KeyedLoader:
     """Return a loader whose order is that of a sampler, which is not divided over ranks: that is its own business."""
     given, lists = (sampler, False) if batch_sampler is None else (batch_sampler, True)
-    order = SampledBatches(given, share, batched=lists, batch_size=batch_size or 1, drop_last=drop_last)
+    order = SampledBatches(
+        given, share, batched=lists, batch_size=batch_size or 1, drop_last=drop_last
+    )
     batched = lists or batch_size is not None
-    return KeyedLoader(dataset, order, batch_size=batch_size, batched=batched, drop_last=drop_last, **settings)
+    return KeyedLoader(
+        dataset, order, batch_size=batch_size, batched=batched, drop_last=drop_last, **settings
+    )
 
 
 # In the place of a loader of the user's
 
 TAKEN = frozenset(inspect.signature(TorchDataLoader.__init__).parameters) - {
-    *("self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
+    *(
+        "self",
+        "dataset",
+        "batch_size",
+        "shuffle",
+        "sampler",
+        "batch_sampler",
+        "drop_last",
+        "collate_fn",
+        "generator",
+    )
 }
 """Settings that a loader of the library takes over from one of the user's."""
 
@@ -326,10 +352,16 @@ def as_keyed_loader(loader: Any, share: Share) -> LibraryLoader | None:
     if not is_plain_loader(loader) or isinstance(loader.dataset, IterDataPipe):
         return None
     unused = () if loader.num_workers else ("prefetch_factor", "timeout")
-    settings = {name: getattr(loader, name) for name in TAKEN if hasattr(loader, name) and name not in unused}
+    settings = {
+        name: getattr(loader, name)
+        for name in TAKEN
+        if hasattr(loader, name) and name not in unused
+    }
     shown = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if isinstance(loader.dataset, IterableDataset):
-        return StreamLoader(loader.dataset, share, collate_fn=loader.collate_fn, **shown, **settings)
+        return StreamLoader(
+            loader.dataset, share, collate_fn=loader.collate_fn, **shown, **settings
+        )
     if loader.collate_fn not in (default_collate, default_convert):
         settings["collate_fn"] = loader.collate_fn
     if loader.batch_sampler is None:

@@ -91,7 +91,12 @@ class Division:
 
     @classmethod
     def of_update(
-        cls, samples: int, world_size: int, *, micro_batches: int = 1, micro_batch_size: int | None = None
+        cls,
+        samples: int,
+        world_size: int,
+        *,
+        micro_batches: int = 1,
+        micro_batch_size: int | None = None,
     ) -> Division:
         """Divide a whole update.
 
@@ -111,7 +116,9 @@ class Division:
         share = -(-samples // world_size)
         if micro_batch_size is None:
             micro_batches = min(micro_batches, share)
-            return cls(samples, world_size, -(-share // micro_batches), micro_batches, is_update=True)
+            return cls(
+                samples, world_size, -(-share // micro_batches), micro_batches, is_update=True
+            )
         held = min(micro_batch_size, share)
         return cls(samples, world_size, held, -(-share // held), is_update=True)
 
@@ -147,7 +154,10 @@ class Division:
         size, larger = divmod(samples, self.world_size)
         count = self.count(samples)
         kinds = ((size + 1, larger), (size, self.world_size - larger))
-        return [sum(part(held, count, index)[1] * ranks for held, ranks in kinds) for index in range(count)]
+        return [
+            sum(part(held, count, index)[1] * ranks for held, ranks in kinds)
+            for index in range(count)
+        ]
 
     def ordinal(self, offset: int, samples: int) -> tuple[int, int] | None:
         """Return the number of a micro-batch in a stretch over all ranks, and how many there are; `None` where ranks change that."""
@@ -168,10 +178,14 @@ class WholeMicroBatches(Division):
     """
 
     @classmethod
-    def of(cls, samples: int, world_size: int, micro_batch_size: int, *, is_update: bool) -> WholeMicroBatches:
+    def of(
+        cls, samples: int, world_size: int, micro_batch_size: int, *, is_update: bool
+    ) -> WholeMicroBatches:
         """Divide a stretch of so many samples."""
         number = -(-samples // micro_batch_size)
-        return cls(samples, world_size, min(micro_batch_size, samples), -(-number // world_size), is_update)
+        return cls(
+            samples, world_size, min(micro_batch_size, samples), -(-number // world_size), is_update
+        )
 
     def number(self, samples: int) -> int:
         """Return the micro-batches of a stretch of so many samples over all ranks."""
@@ -180,7 +194,9 @@ class WholeMicroBatches(Division):
     def share(self, samples: int, rank: int) -> tuple[int, int]:
         """Return offset and size of a rank's share of a stretch of so many samples."""
         first, count = part(self.number(samples), self.world_size, rank)
-        start, end = (min(index * self.micro_batch_size, samples) for index in (first, first + count))
+        start, end = (
+            min(index * self.micro_batch_size, samples) for index in (first, first + count)
+        )
         return start, end - start
 
     def count(self, samples: int) -> int:
@@ -194,8 +210,13 @@ class WholeMicroBatches(Division):
     def cut(self, samples: int, rank: int) -> list[tuple[int, int]]:
         """Return offset, from the beginning of the stretch, and size of each micro-batch of a rank; a size may be 0."""
         start, size = self.share(samples, rank)
-        held = range(start, start + self.count(samples) * self.micro_batch_size, self.micro_batch_size)
-        return [(min(place, start + size), max(min(self.micro_batch_size, start + size - place), 0)) for place in held]
+        held = range(
+            start, start + self.count(samples) * self.micro_batch_size, self.micro_batch_size
+        )
+        return [
+            (min(place, start + size), max(min(self.micro_batch_size, start + size - place), 0))
+            for place in held
+        ]
 
     def totals(self, samples: int) -> list[int]:
         """Return the samples of each micro-batch over all ranks."""
@@ -282,7 +303,10 @@ class PositionedBatchSampler(Sampler[BatchKey]):
         number = max(_AHEAD // self.division.micro_batch_size, 1)
         # Several batches at a time, since computing the order of one takes nearly as long.
         while ahead := list(islice(walk, number)):
-            places = [(start + cut.offset, cut.samples) if cut.samples else (start, 1) for start, cut in ahead]
+            places = [
+                (start + cut.offset, cut.samples) if cut.samples else (start, 1)
+                for start, cut in ahead
+            ]
             for (first, _), indices in zip(places, order.parts(places), strict=True):
                 yield BatchKey(epoch, first, indices)
 
@@ -368,7 +392,10 @@ class PositionedBatchSampler(Sampler[BatchKey]):
         left = self.length - self.consumed
         stretches, rest = divmod(batches, division.micro_batches)
         if rest and division.is_update:
-            if (stretches, rest) != (left // division.samples, division.count(left % division.samples)):
+            if (stretches, rest) != (
+                left // division.samples,
+                division.count(left % division.samples),
+            ):
                 raise ValueError(
                     f"Expected the batches of whole updates, {division.micro_batches} of each rank. Received: {batches}. Move the position "
                     "once an update is made."

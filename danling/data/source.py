@@ -94,7 +94,11 @@ def open_source(
     if not isinstance(loader, (KeyedLoader, UpdateLoader)):
         if reads:
             _check_share(loader, share)
-        if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True) and rank == 0:
+        if (
+            getattr(loader, "num_workers", 0)
+            and not getattr(loader, "in_order", True)
+            and rank == 0
+        ):
             logger.warning(
                 "The loader of split %r has in_order=False: batches come as workers finish, and a resumed run trains on them in another "
                 "order. Leave it out.",
@@ -196,7 +200,10 @@ class BatchSource:
         is_keyed = isinstance(self.read, KeyedLoader)
         # What is read again from the beginning of the pass makes again what reading changes.
         if self._noted is not None and (is_keyed or workers):
-            names = changed_attributes(self._noted[1], plain_attributes(dataset)) - self.read.set_by_epoch
+            names = (
+                changed_attributes(self._noted[1], plain_attributes(dataset))
+                - self.read.set_by_epoch
+            )
             if names:
                 listing = ", ".join(name.removeprefix(".") for name in sorted(names)[:_NAMED])
                 found.append(
@@ -298,7 +305,9 @@ class BatchSource:
         """
         self.restored = state
         self.misfit = None
-        if not (self.reads or self.length_is_known):  # the state of the loader itself is for the ranks that read it
+        if not (
+            self.reads or self.length_is_known
+        ):  # the state of the loader itself is for the ranks that read it
             self.set_epoch(int(state["epoch"]))
             self.position.advance(int(state["consumed"]))
             return
@@ -309,7 +318,11 @@ class BatchSource:
                 f"Received: kind={kind!r}, saved by another kind of loader. Restore the loader, or exclude 'dataloaders' from loading to "
                 "restart the epoch."
             )
-        if self.is_rank_local and state.get("world_size", self.world_size) != self.world_size and state.get("consumed"):
+        if (
+            self.is_rank_local
+            and state.get("world_size", self.world_size) != self.world_size
+            and state.get("consumed")
+        ):
             raise ValueError(
                 f"Expected {state['world_size']} data ranks: the loader of split {self.split!r} ({type(self.loader).__name__}) counts what "
                 f"each rank has read of this epoch, which cannot be redivided. Received: {self.world_size}. Let the library build the "
@@ -339,7 +352,10 @@ class BatchSource:
         """
         if self.kind == "stateful" and not isinstance(self.loader, TorchDataLoader):
             return False
-        return not any(hasattr(part, "__next__") for part in (self.loader, getattr(self.loader, "dataset", None)))
+        return not any(
+            hasattr(part, "__next__")
+            for part in (self.loader, getattr(self.loader, "dataset", None))
+        )
 
     @contextmanager
     def peek(self) -> Iterator[None]:
@@ -364,7 +380,10 @@ class BatchSource:
         loader = self.loader
         ordered = loader.order if isinstance(loader, KeyedLoader) else loader
         order = order_of(ordered)
-        reads_all = isinstance(loader, TorchDataLoader) and type(order) in (RandomSampler, SequentialSampler)
+        reads_all = isinstance(loader, TorchDataLoader) and type(order) in (
+            RandomSampler,
+            SequentialSampler,
+        )
         read = loader.dataset if reads_all else batch.data
         return describe(read)
 
@@ -425,7 +444,10 @@ class LiveLoader:
     def micro_batches(self, *, read: bool) -> Iterator[Batch]:
         """Yield the batches from the position on; without reading, placeholders without end."""
         if not read:
-            yield from (Batch(PLACEHOLDER, None, None, place=(self.rank, number)) for number in count(self.consumed))
+            yield from (
+                Batch(PLACEHOLDER, None, None, place=(self.rank, number))
+                for number in count(self.consumed)
+            )
         if self._exhausted:
             return
         if self._live is None or self._fetched != self.consumed:
@@ -464,8 +486,15 @@ class LiveLoader:
         """Return the loader's iterator, at the beginning of the pass or at the state that the loader has loaded."""
         loader = self.loader
         batch_sampler = getattr(loader, "batch_sampler", None)
-        holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-        for holder in {id(holder): holder for holder in (*holders, getattr(loader, "dataset", None))}.values():
+        holders = (
+            loader,
+            getattr(loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        )
+        for holder in {
+            id(holder): holder for holder in (*holders, getattr(loader, "dataset", None))
+        }.values():
             set_epoch = getattr(holder, "set_epoch", None)
             if not callable(set_epoch):
                 continue
@@ -474,7 +503,9 @@ class LiveLoader:
             else:
                 set_epoch(self.epoch)
         if getattr(loader, "persistent_workers", False):
-            shut_down_workers(loader)  # what they read would depend on what they read in earlier passes
+            shut_down_workers(
+                loader
+            )  # what they read would depend on what they read in earlier passes
         if self._seeds:
             self._generators = Generators({"loader": loader})
         self._generators.seed(self._derived("order"))
@@ -546,7 +577,9 @@ class LiveLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
         if self._ahead is None and self._live is not None and self._may_be_over():
-            before = copy.deepcopy(self._place())  # a dataset may go on changing the values of its state
+            before = copy.deepcopy(
+                self._place()
+            )  # a dataset may go on changing the values of its state
             try:
                 batch = self._fetch(self._live, self._fetched)
             except Exception as error:  # it concerns the reader of that batch, not the save
@@ -555,17 +588,27 @@ class LiveLoader:
         return self._place() if self._ahead is None else self._ahead[1]
 
     def _may_be_over(self) -> bool:
-        is_stream_from_its_beginning = isinstance(self.loader, StreamLoader) and self.loader.is_read_again
+        is_stream_from_its_beginning = (
+            isinstance(self.loader, StreamLoader) and self.loader.is_read_again
+        )
         if is_stream_from_its_beginning or self.kind == "counted":
             return False
         return self._fetched == self.consumed > 0 and self.remaining_batches() in (None, 0)
 
     def _place(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"epoch": self.epoch, "consumed": self.consumed, "exhausted": self._exhausted}
+        state: dict[str, Any] = {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "exhausted": self._exhausted,
+        }
         state |= {"seed": self.seed, "world_size": self.world_size}
         if self.kind == "counted":
             return state
-        own = self.loader.state_dict() if self._pending is None and self._was_iterated else self._pending
+        own = (
+            self.loader.state_dict()
+            if self._pending is None and self._was_iterated
+            else self._pending
+        )
         return {**state, "workers": getattr(self.loader, "num_workers", None), "loader": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -586,7 +629,11 @@ class LiveLoader:
                     "from a map-style dataset."
                 )
         self.set_epoch(state["epoch"])
-        self.consumed, self._exhausted, self.seed = state["consumed"], state["exhausted"], state["seed"]
+        self.consumed, self._exhausted, self.seed = (
+            state["consumed"],
+            state["exhausted"],
+            state["seed"],
+        )
         self._pending = state.get("loader")
         if is_stream:
             loader.share = loader.share._replace(seed=int(state["seed"]))

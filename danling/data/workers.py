@@ -15,7 +15,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
-_IGNORED = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)}
+_IGNORED = {
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+}
 
 
 class WorkersView:
@@ -64,7 +68,10 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return
-    method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method()
+    method = (
+        getattr(multiprocessing.current_process(), "_start_method", None)
+        or multiprocessing.get_start_method()
+    )
     if method == "forkserver":
         threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
     elif os.getppid() != parent.pid:
@@ -96,7 +103,11 @@ def kept_from_group_signals(loader: object) -> Iterator[None]:
     Else a SIGTERM to the group ends them before the update and the save that it asks for. Workers that he starts himself are left as
     they are: nothing would end those with the process.
     """
-    if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, WorkerInit):
+    if (
+        not isinstance(loader, DataLoader)
+        or not loader.num_workers
+        or isinstance(loader.worker_init_fn, WorkerInit)
+    ):
         yield
         return
     users = loader.worker_init_fn
@@ -110,7 +121,9 @@ def kept_from_group_signals(loader: object) -> Iterator[None]:
 
 def shut_down_workers(loader: Any) -> None:
     """End the worker processes of a loader or an iterator; one that does not end within torch's time limit is killed."""
-    iterator = loader if hasattr(loader, "_shutdown_workers") else getattr(loader, "_iterator", None)
+    iterator = (
+        loader if hasattr(loader, "_shutdown_workers") else getattr(loader, "_iterator", None)
+    )
     if iterator is None:
         return
     if iterator is not loader:

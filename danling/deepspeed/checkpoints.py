@@ -130,7 +130,13 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         self._engine = engine
 
     def _save(
-        self, payload: Mapping[str, object], names: list[str], *, epoch: int, global_step: int, ahead: bool = False
+        self,
+        payload: Mapping[str, object],
+        names: list[str],
+        *,
+        epoch: int,
+        global_step: int,
+        ahead: bool = False,
     ) -> None:
         if self.settings.load_only:
             return
@@ -140,7 +146,9 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         exported = "model" in payload
         parameters = [] if exported else self._engine.module.parameters()
         # Weights, float32 copies and two moments.
-        needed = count_bytes(payload) + 16 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+        needed = count_bytes(payload) + 16 * sum(
+            getattr(p, "ds_numel", p.numel()) for p in parameters
+        )
         record = self.on_main(lambda: self._open_target(needed, epoch, global_step))
         target = self.store.path(record.name)
         plain = self.on_all(lambda: to_host(payload))
@@ -154,17 +162,26 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
                 )
 
         def publish() -> None:
-            runner = storage.write_file(target / RUNNER_FILE, lambda writer: torch.save(dict(plain), writer))  # type: ignore[arg-type]
+            runner = storage.write_file(
+                target / RUNNER_FILE,
+                lambda writer: torch.save(dict(plain), writer),  # type: ignore[arg-type]
+            )
             storage.sync_directory(target)
             storage.sync_directory(target.parent)
-            storage.write_text(target / SUMS, Manifest(record, {**written, RUNNER_FILE: runner}).text())
+            storage.write_text(
+                target / SUMS, Manifest(record, {**written, RUNNER_FILE: runner}).text()
+            )
             self._publish(record, names, plain, [*files.written, RUNNER_FILE], put_off=put_off)
 
         try:
             self._agree(files.error)
             # All files are there. Rank 0 describes them, lets the names lead there and prunes.
             exchange = self.domain.gather_objects
-            written = {name: found for of_rank in exchange(files.written) for name, found in of_rank.items()}
+            written = {
+                name: found
+                for of_rank in exchange(files.written)
+                for name, found in of_rank.items()
+            }
             put_off = self._is_mirror_behind(exchange)
             self.on_main(publish)
             if not is_main:
@@ -196,7 +213,9 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
         path = self._fetched(source)
         if sections is not None or not self.on_main(lambda: is_engine_target(path)):
             trust = self.settings.trust
-            return self.on_all(lambda: read_any(path, template=template, sections=sections, trust=trust))
+            return self.on_all(
+                lambda: read_any(path, template=template, sections=sections, trust=trust)
+            )
         payload = self.on_all(lambda: read_runner_file(path))
         if "model" in payload:
             raise CheckpointMismatch(
@@ -225,7 +244,9 @@ def export_deepspeed_checkpoint(
             f"Expected a checkpoint of the DeepSpeed manager. Received: {target}, without {RUNNER_FILE}."
         )
     payload = read_payload(target, sections=frozenset({"model", "ema"}), trust=trust)
-    return export_weights(path, payload["model"], ema=payload.get("ema", {}).get("weights"), **options)
+    return export_weights(
+        path, payload["model"], ema=payload.get("ema", {}).get("weights"), **options
+    )
 
 
 # Reading
@@ -292,21 +313,30 @@ def consolidated_weights(path: Path, *, trust: bool = False) -> dict[str, Tensor
             return {canonical_name(name): tensor for name, tensor in module["module"].items()}
     converter = _converter("deepspeed.utils.zero_to_fp32", path, trust)
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        found = dict(converter.get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name))
+        found = dict(
+            converter.get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
+        )
     # Weights that the optimizer lacks and DeepSpeed's conversion so leaves out, such as frozen ones under ZeRO 1.
     whole = path / _WHOLE_MODEL
     module = read_engine_file(whole if whole.is_file() else path / _FIRST_SHARE)["module"]
-    missing = [name for name, value in module.items() if isinstance(value, Tensor) and name not in found]
+    missing = [
+        name for name, value in module.items() if isinstance(value, Tensor) and name not in found
+    ]
     if missing and not whole.is_file():
         raise CheckpointError(
             f"Expected all weights of the model in {path}. Received: none for {', '.join(missing[:5])} ({len(missing)} in all), which no "
             "optimizer had. Under ZeRO 3 give the optimizer all parameters that require a gradient, and freeze the others."
         )
-    found |= {name: module[name].float() if module[name].is_floating_point() else module[name] for name in missing}
+    found |= {
+        name: module[name].float() if module[name].is_floating_point() else module[name]
+        for name in missing
+    }
     return {canonical_name(name): tensor.detach().clone() for name, tensor in found.items()}
 
 
-def consolidated_optimizer(path: Path, engine: Mapping[str, Any], *, trust: bool = False) -> dict[str, Any]:
+def consolidated_optimizer(
+    path: Path, engine: Mapping[str, Any], *, trust: bool = False
+) -> dict[str, Any]:
     """Return the whole state of the optimizer by parameter name, through DeepSpeed's universal checkpoint."""
     with _as_an_engine_writes(path):
         if int(engine["stage"]) == 0:
@@ -322,7 +352,9 @@ def consolidated_optimizer(path: Path, engine: Mapping[str, Any], *, trust: bool
         return {"state": state, "param_groups": [dict(group) for group in engine["param_groups"]]}
 
 
-def _universal_states(path: Path, engine: Mapping[str, Any], trust: bool) -> dict[str, dict[str, Any]]:
+def _universal_states(
+    path: Path, engine: Mapping[str, Any], trust: bool
+) -> dict[str, dict[str, Any]]:
     converter = _converter("deepspeed.checkpoint.ds_to_universal", path, trust)
     weights = consolidated_weights(path, trust=trust)
     states: dict[str, dict[str, Any]] = {}
@@ -348,7 +380,10 @@ def _universal_states(path: Path, engine: Mapping[str, Any], trust: bool) -> dic
                     state[file.stem] = tensor.reshape(-1)[: shape.numel()].reshape(shape)
             if state:
                 scalars = engine["scalars"].items()
-                state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars}
+                state |= {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in scalars
+                }
                 states[name] = state
     return states
 
@@ -382,10 +417,14 @@ def read_engine_file(path: Path, *, map_location: Any = "cpu", trust: bool = Fal
     """Return the content of a file that the engine has written."""
     if storage.size_of(path) is None:
         # A named pipe would be waited for.
-        raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}, which {storage.absence(path)}.")
+        raise CheckpointDamaged(
+            f"Expected a file of DeepSpeed's. Received: {path}, which {storage.absence(path)}."
+        )
     problems = archive_complaints(path, tensors=False) if is_archive(path) else []
     if problems:
-        raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}: {'; '.join(problems)}")
+        raise CheckpointDamaged(
+            f"Expected a file of DeepSpeed's. Received: {path}: {'; '.join(problems)}"
+        )
     table: list[Any] = [(_member, "builtins.getattr")]
     for module, name in _RECORDS:
         # The engine has imported what its own files are made of.
@@ -396,9 +435,13 @@ def read_engine_file(path: Path, *, map_location: Any = "cpu", trust: bool = Fal
             return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         if "weights_only" not in str(error):
-            raise CheckpointDamaged(f"Expected a file of DeepSpeed's. Received: {path}: {error}") from error
+            raise CheckpointDamaged(
+                f"Expected a file of DeepSpeed's. Received: {path}: {error}"
+            ) from error
         if not trust:
-            raise _untrusted(f"{path}, which holds more than tensors, plain values and records of an engine") from error
+            raise _untrusted(
+                f"{path}, which holds more than tensors, plain values and records of an engine"
+            ) from error
     try:
         return torch.load(path, map_location=map_location, weights_only=False)
     except Exception as error:

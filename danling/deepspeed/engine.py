@@ -78,7 +78,9 @@ def leave_process_group() -> None:
         (comm if comm.is_initialized() else dist).destroy_process_group()
 
 
-def build_engine(deepspeed: Any, model: nn.Module, optimizer: object, settings: Mapping[str, object]) -> object:
+def build_engine(
+    deepspeed: Any, model: nn.Module, optimizer: object, settings: Mapping[str, object]
+) -> object:
     """Return an engine around a model. Call on all ranks."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -105,10 +107,16 @@ def zero_stage(engine: Any) -> int:
 def flat_parameters(engine: Any) -> list[Tensor]:
     """Return the flat float32 parameters of this rank's share, one or more for each group of the optimizer."""
     optimizer = engine.optimizer
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+    for name in (
+        "fp32_partitioned_groups_flat",
+        "single_partition_of_fp32_groups",
+        "fp32_groups_flat_partition",
+    ):
         if hasattr(optimizer, name):
             return list(getattr(optimizer, name))
-    raise AttributeError(f"Expected one of DeepSpeed's ZeRO optimizers. Received: {type(optimizer).__name__}.")
+    raise AttributeError(
+        f"Expected one of DeepSpeed's ZeRO optimizers. Received: {type(optimizer).__name__}."
+    )
 
 
 def gradient_shares(engine: Any) -> list[Tensor]:
@@ -119,12 +127,16 @@ def gradient_shares(engine: Any) -> list[Tensor]:
     if _offloads(optimizer):
         return [flat.grad for flat in flat_parameters(engine) if flat.grad is not None]
     shares = optimizer.averaged_gradients.values()
-    lists = [[share] if isinstance(share, Tensor) else share for share in shares if share is not None]
+    lists = [
+        [share] if isinstance(share, Tensor) else share for share in shares if share is not None
+    ]
     return [tensor for tensors in lists for tensor in tensors if tensor is not None]
 
 
 def _offloads(optimizer: object) -> bool:
-    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
+    return bool(
+        getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+    )
 
 
 def discard_gradients(engine: Any) -> None:
@@ -184,7 +196,9 @@ def full_state(engine: Any, parameter: nn.Parameter) -> dict[str, object]:
 
 def _state_like(engine: Any) -> Mapping[str, object]:
     inner = engine.basic_optimizer
-    return next((inner.state[flat] for flat in flat_parameters(engine) if inner.state.get(flat)), {})
+    return next(
+        (inner.state[flat] for flat in flat_parameters(engine) if inner.state.get(flat)), {}
+    )
 
 
 def scalar_states(engine: object) -> dict[str, object]:

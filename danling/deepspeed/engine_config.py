@@ -15,7 +15,16 @@ from danling.utils.messages import did_you_mean
 if TYPE_CHECKING:
     from danling.runners.deepspeed_runner import DeepSpeedRunner
 
-_SECTIONS = ("zero_optimization", "bf16", "bfloat16", "fp16", "torch_autocast", "optimizer", "scheduler", "data_types")
+_SECTIONS = (
+    "zero_optimization",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "torch_autocast",
+    "optimizer",
+    "scheduler",
+    "data_types",
+)
 _ADAM = ("adam", "adamw")
 
 
@@ -44,9 +53,17 @@ def engine_config(runner: DeepSpeedRunner) -> dict[str, object]:
         "zero_optimization": zero,
     }
     if runner.optimizer is not None:
-        merged = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **merged}
+        merged = {
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            **merged,
+        }
     own = merged.get("optimizer", {})
-    if runner.device.type == "cpu" and "offload_optimizer" not in zero and str(own.get("type")).lower() in _ADAM:
+    if (
+        runner.device.type == "cpu"
+        and "offload_optimizer" not in zero
+        and str(own.get("type")).lower() in _ADAM
+    ):
         # DeepSpeed's own Adam is compiled at first use; torch's is there, and its resumed runs are bitwise equal.
         merged["optimizer"] = {**own, "params": {"torch_adam": True, **(own.get("params") or {})}}
     if uses_bf16_weights(merged):
@@ -104,10 +121,14 @@ def _refuse_contradictions(given: Mapping[str, Any], runner: DeepSpeedRunner) ->
                 f"Expected one {key}. Received: deepspeed.{key}={given[key]!r} and {source}. Keep one of them."
             )
     if given.get("managed_gradient_accumulation") is False:
-        raise _contradiction("managed_gradient_accumulation", False, "accum_steps", accum_steps, "Leave it out")
+        raise _contradiction(
+            "managed_gradient_accumulation", False, "accum_steps", accum_steps, "Leave it out"
+        )
 
 
-def _contradiction(key: str, value: object, own_key: str, own_value: object, fix: str) -> ValueError:
+def _contradiction(
+    key: str, value: object, own_key: str, own_value: object, fix: str
+) -> ValueError:
     return ValueError(
         f"Expected deepspeed.{key} to agree with {own_key}. Received: deepspeed.{key}={value!r}, {own_key}={own_value!r}. {fix}."
     )
@@ -130,7 +151,9 @@ class _Noted(dict[str, Any]):
     """A mapping that remembers which keys it was asked for."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
-        super().__init__({key: _Noted(v) if isinstance(v, Mapping) else v for key, v in values.items()})
+        super().__init__(
+            {key: _Noted(v) if isinstance(v, Mapping) else v for key, v in values.items()}
+        )
         self.asked: set[str] = set()
 
     def __contains__(self, key: object) -> bool:
@@ -168,7 +191,12 @@ def check_keys(given: Mapping[str, object], settings: Mapping[str, object]) -> N
     for key, value in given.items():
         section = dict.get(noted, key)
         # A section that nothing was asked of was handed on as a whole, and is checked by what takes it.
-        if isinstance(value, Mapping) and key not in _READ_LATER and isinstance(section, _Noted) and section.asked:
+        if (
+            isinstance(value, Mapping)
+            and key not in _READ_LATER
+            and isinstance(section, _Noted)
+            and section.asked
+        ):
             unknown += [((key, name), section.asked) for name in value if name not in section.asked]
     for path, known in unknown:
         raise ValueError(
@@ -188,7 +216,11 @@ def _refused(error: Exception, given: Mapping[str, object]) -> str:
     first = problems()[0]
     place = list(map(str, first["loc"]))
     if place and place[0] not in given:  # none where keys of a section contradict each other
-        holders = [name for name, section in given.items() if isinstance(section, Mapping) and place[0] in section]
+        holders = [
+            name
+            for name, section in given.items()
+            if isinstance(section, Mapping) and place[0] in section
+        ]
         place = [*holders[:1], *place]
     path = ".".join(("deepspeed", *place))
     return f"Expected a value of {path} that DeepSpeed takes. Received: {path}={first['input']!r}. {first['msg']}."

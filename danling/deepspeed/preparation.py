@@ -71,7 +71,11 @@ class ReachedParameters:
 
     def missing(self, named: NamedParameters) -> list[str]:
         """Return the names of those that are watched and trained and got none."""
-        return [name for name, p in named if p.requires_grad and id(p) in self._watches and id(p) not in self._ids]
+        return [
+            name
+            for name, p in named
+            if p.requires_grad and id(p) in self._watches and id(p) not in self._ids
+        ]
 
     def stop(self) -> None:
         """Watch no parameter any more."""
@@ -97,7 +101,9 @@ class EnginePreparation(ModelPreparation):
         """Names of the parameters that required a gradient when the engine was built."""
         self.reached = ReachedParameters()
 
-    def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False
+    ) -> nn.Module:
         """Return the model as it is: the engine takes it together with the optimizer."""
         return model
 
@@ -175,15 +181,23 @@ class EnginePreparation(ModelPreparation):
         mode = self.runner.config.checkpoint.async_mode
         if mode not in ("async", "async_with_pinned_mem"):
             return []
-        return [f"checkpoint.async_mode={mode!r} has no effect: an engine's save is finished when it returns."]
+        return [
+            f"checkpoint.async_mode={mode!r} has no effect: an engine's save is finished when it returns."
+        ]
 
 
 def trained_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters that require a gradient."""
-    return {canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        canonical_name(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
-def check_trainable(model: nn.Module, criterion: object, optimizer: object, stage: int, ranks: int = 1) -> None:
+def check_trainable(
+    model: nn.Module, criterion: object, optimizer: object, stage: int, ranks: int = 1
+) -> None:
     """Refuse what an engine would not train, or would train otherwise."""
     parameters = criterion.parameters() if isinstance(criterion, nn.Module) else ()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -193,14 +207,18 @@ def check_trainable(model: nn.Module, criterion: object, optimizer: object, stag
             f"Received: {type(criterion).__name__} with {len(trained)}. Make them part of the model, or freeze them."
         )
     not_real = [
-        canonical_name(name) for name, each in model.named_parameters() if each.requires_grad and each.is_complex()
+        canonical_name(name)
+        for name, each in model.named_parameters()
+        if each.requires_grad and each.is_complex()
     ]
     if not_real:
         raise ValueError(
             f"Expected real parameters to train: a DeepSpeed engine reduces no complex gradient. Received: complex ones in "
             f"{listed(not_real)}. Keep torch.view_as_real(weight) as the parameter, or set stack='ddp'."
         )
-    without_size = [canonical_name(name) for name, each in model.named_parameters() if each.ndim == 0]
+    without_size = [
+        canonical_name(name) for name, each in model.named_parameters() if each.ndim == 0
+    ]
     if without_size and ranks > 1:
         raise ValueError(
             f"Expected parameters with a dimension: a DeepSpeed engine of several ranks sends them as bytes, which those without one have "
@@ -242,11 +260,15 @@ class EngineModelStates(ModelStates):
             state = super().model_state()
             if self.runner.engine_stage == 3:
                 # Values of `get_extra_state` need not be tensors.
-                tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+                tensors = {
+                    name: value for name, value in state.items() if isinstance(value, Tensor)
+                }
                 state.update({name: value.detach().clone() for name, value in tensors.items()})
         if self.runner.engine is not None and uses_bf16_weights(self.runner.given_settings):
             full_parameter = import_module("deepspeed.utils").safe_get_full_fp32_param
-            for name, parameter in self.runner.unwrapped_model.named_parameters(remove_duplicate=False):
+            for name, parameter in self.runner.unwrapped_model.named_parameters(
+                remove_duplicate=False
+            ):
                 weight = full_parameter(parameter) if parameter.requires_grad else None
                 if weight is not None:
                     state[canonical_name(name)] = weight.detach().clone()
@@ -258,9 +280,17 @@ class EngineModelStates(ModelStates):
         engine = self.runner.engine
         added = engines.added_names(engine)
         if added:
-            raise ValueError(_ADDED.format(stage=self.runner.engine_stage, names=", ".join(added[:5])))
-        state = {name: engines.full_state(engine, parameter) for name, parameter in self._trained().items()}
-        return {"state": {name: entry for name, entry in state.items() if entry}, "param_groups": self._named_groups()}
+            raise ValueError(
+                _ADDED.format(stage=self.runner.engine_stage, names=", ".join(added[:5]))
+            )
+        state = {
+            name: engines.full_state(engine, parameter)
+            for name, parameter in self._trained().items()
+        }
+        return {
+            "state": {name: entry for name, entry in state.items() if entry},
+            "param_groups": self._named_groups(),
+        }
 
     def outline(self) -> dict[str, Any]:
         """Return what the engine's files do not say by name: its stage and ranks, groups of parameters, and states that are no tensors."""
@@ -286,11 +316,17 @@ class EngineModelStates(ModelStates):
         ]
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self.runner.named_parameters() if parameter.requires_grad}
+        return {
+            name: parameter
+            for name, parameter in self.runner.named_parameters()
+            if parameter.requires_grad
+        }
 
     # Loading
 
-    def opened(self, payload: Mapping[str, Any], excluded: ExcludedFromLoading) -> Mapping[str, object]:
+    def opened(
+        self, payload: Mapping[str, Any], excluded: ExcludedFromLoading
+    ) -> Mapping[str, object]:
         """Return a payload in which components that are left out in part are by name, rather than a tag of the engine."""
         found = dict(payload)
         if excluded.parts_of("model") and isinstance(found.get("model"), EngineTag):
@@ -314,14 +350,20 @@ class EngineModelStates(ModelStates):
         engine = self.runner.engine
         if isinstance(state, EngineTag):
             # The engine reads its own tag; one of another stage or number of ranks is put together and divided anew.
-            same_ranks = state.outline["world_size"] == self.runner.world_size or state.outline["stage"] == 0
+            same_ranks = (
+                state.outline["world_size"] == self.runner.world_size or state.outline["stage"] == 0
+            )
             if state.outline["stage"] == self.runner.engine_stage and same_ranks:
                 whole = not self.runner.run_state.excluded.mentions("optimizer")
                 files = HashingFiles(trust=bool(self.runner.config.checkpoint.trust))
                 inner = self.runner.optimizer
-                keeps_dtypes = nullcontext() if inner is None else own_dtypes(engine.basic_optimizer)
+                keeps_dtypes = (
+                    nullcontext() if inner is None else own_dtypes(engine.basic_optimizer)
+                )
                 with engines.single_writer(engine, files), keeps_dtypes:
-                    engine.load_checkpoint(str(state.path.parent), tag=state.path.name, load_optimizer_states=whole)
+                    engine.load_checkpoint(
+                        str(state.path.parent), tag=state.path.name, load_optimizer_states=whole
+                    )
                 self._tag_read = state
                 return
             state = self._whole(consolidated_weights, state.path)
@@ -336,7 +378,9 @@ class EngineModelStates(ModelStates):
         if isinstance(state, EngineTag):
             added = state.outline.get("added")
             if added:
-                raise CheckpointMismatch(_ADDED.format(stage=state.outline["stage"], names=", ".join(added[:5])))
+                raise CheckpointMismatch(
+                    _ADDED.format(stage=state.outline["stage"], names=", ".join(added[:5]))
+                )
             state = self._whole(consolidated_optimizer, state.path, state.outline)
         if not self.runner.engine_stage:
             super().load_optimizer(state)
@@ -352,5 +396,6 @@ class EngineModelStates(ModelStates):
             stored = state["param_groups"][names.index(set(own))]
             group.update({key: value for key, value in stored.items() if key != "params"})
         engines.load_full_states(
-            self.runner.engine, [(p, state["state"].get(name, {})) for name, p in self._trained().items()]
+            self.runner.engine,
+            [(p, state["state"].get(name, {})) for name, p in self._trained().items()],
         )

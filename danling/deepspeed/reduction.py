@@ -45,7 +45,9 @@ class EngineReduction(GradientReduction):
     @property
     def kept_parameters(self) -> list[nn.Parameter]:
         # The optimizer has flat parts of them.
-        return [parameter for _, parameter in self.runner.named_parameters() if parameter.requires_grad]
+        return [
+            parameter for _, parameter in self.runner.named_parameters() if parameter.requires_grad
+        ]
 
     def begin(self) -> None:
         """Broadcast buffers, and note anew which parameters get a gradient."""
@@ -64,7 +66,11 @@ class EngineReduction(GradientReduction):
         self.engine.backward(loss.clone(), scale_wrt_gas=False)
 
     def held(self) -> list[Tensor]:
-        return self._shares if self.is_divided else [p.grad for p in self.parameters if p.grad is not None]
+        return (
+            self._shares
+            if self.is_divided
+            else [p.grad for p in self.parameters if p.grad is not None]
+        )
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
         if not self.is_divided:
@@ -89,7 +95,11 @@ class EngineReduction(GradientReduction):
     def norm(self, gradients: list[Tensor]) -> Tensor:
         if not self.is_divided:
             return super().norm(gradients)
-        local = nn.utils.get_total_norm(gradients).to(self.device) if gradients else torch.zeros((), device=self.device)
+        local = (
+            nn.utils.get_total_norm(gradients).to(self.device)
+            if gradients
+            else torch.zeros((), device=self.device)
+        )
         squared = self.domain.all_reduce(local.double().square())
         return squared.sqrt().to(torch.float32)
 

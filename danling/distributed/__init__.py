@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from .calls import FAMILIES, CollectiveCallError, CollectiveCalls
-from .domain import Domain, LocalDomain, MembershipChanged, Placement, all_arrive, default_store, world_of
+from .domain import (
+    Domain,
+    LocalDomain,
+    MembershipChanged,
+    Placement,
+    all_arrive,
+    default_store,
+    world_of,
+)
 from .environment import (
     LaunchEnvironment,
     check_tasks,

@@ -191,7 +191,11 @@ class CollectiveCalls:
         where = self.differences()
         calls = f" ({where})" if where else ""
         by_itself = reason.endswith(("has died", _in(_FAILED)))
-        fix = "This follows from it" if by_itself else "Call it on all ranks, outside of `if self.is_main_process`"
+        fix = (
+            "This follows from it"
+            if by_itself
+            else "Call it on all ranks, outside of `if self.is_main_process`"
+        )
         # The others are to find this rank in the call that it gave up.
         self._has_ended = True
         raise CollectiveCallError(
@@ -243,11 +247,16 @@ class CollectiveCalls:
             logger.debug("The store of the job does not answer.", exc_info=True)
 
     def _entries(self, store: Any) -> dict[int, str]:
-        keys = {rank: f"{self._prefix}/rank/{rank}" for rank in range(min(self._size, _LONGEST_LIST))}
+        keys = {
+            rank: f"{self._prefix}/rank/{rank}" for rank in range(min(self._size, _LONGEST_LIST))
+        }
         if not store.check([*keys.values()]):
             # A rank is still on its way to its first call; `multi_get` would wait for it.
             keys = {rank: key for rank, key in keys.items() if store.check([key])}
-        return {rank: bytes(entry).decode() for rank, entry in zip(keys, store.multi_get([*keys.values()]))}
+        return {
+            rank: bytes(entry).decode()
+            for rank, entry in zip(keys, store.multi_get([*keys.values()]))
+        }
 
 
 def _in(entry: str) -> str:

@@ -56,7 +56,9 @@ class Domain:
         device: Device on which collectives run; tensors elsewhere are copied there and back.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, device: torch.device | None = None
+    ) -> None:
         self.group = group
         distributed = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank(group) if distributed else 0
@@ -88,7 +90,9 @@ class Domain:
         """Return `tensor` where the group's backend moves tensors of its device and kind, else a copy on the device of collectives."""
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()  # a view whose memory has other values
-        tensor = tensor.contiguous()  # gloo would move as many elements that follow each other in memory
+        tensor = (
+            tensor.contiguous()
+        )  # gloo would move as many elements that follow each other in memory
         kind = tensor.device.type
         if kind == self.device.type or f"{kind}:" in dist.get_backend_config(self.group):
             return tensor
@@ -110,7 +114,9 @@ class Domain:
         dist.broadcast_object_list(box, group_src=source, group=self.group)
         return box[0]
 
-    def on_first(self, action: Callable[[], T], *, raised_as: Callable[[Exception], Exception] | None = None) -> T:
+    def on_first(
+        self, action: Callable[[], T], *, raised_as: Callable[[Exception], Exception] | None = None
+    ) -> T:
         """Run `action` on the first member; return its value, or raise its error, on all of them. Call on all members.
 
         Args:
@@ -134,7 +140,9 @@ class Domain:
         result: T = pickle.loads(value) if self.size > 1 else value
         return result
 
-    def on_all(self, action: Callable[[], T], *, raised_as: Callable[[Exception], Exception] | None = None) -> T:
+    def on_all(
+        self, action: Callable[[], T], *, raised_as: Callable[[Exception], Exception] | None = None
+    ) -> T:
         """Run `action` on every member; return its value here, or raise the error of any member on all of them. Call on all members.
 
         Args:
@@ -146,7 +154,9 @@ class Domain:
         return value
 
     @contextmanager
-    def failing_together(self, *, raised_as: Callable[[Exception], Exception] | None = None) -> Iterator[None]:
+    def failing_together(
+        self, *, raised_as: Callable[[Exception], Exception] | None = None
+    ) -> Iterator[None]:
         """Raise the error of any member inside on all of them, where the context ends. Enter on all members.
 
         Args:
@@ -288,5 +298,7 @@ def all_arrive(name: str, *, seconds: float) -> bool:
     while (arrived := store.add(counter, 0)) < size and time.monotonic() <= end:
         time.sleep(_PAUSE_SECONDS)
     # The first rank that has seen one or the other decides: the last one may arrive at the instant at which another gives it up.
-    verdict = store.compare_set(f"danling/{name}/verdict", "", "together" if arrived == size else "apart")
+    verdict = store.compare_set(
+        f"danling/{name}/verdict", "", "together" if arrived == size else "apart"
+    )
     return bytes(verdict) == b"together"

@@ -27,7 +27,13 @@ _SECONDS_BEFORE_REPORT = 10.0
 """How long ranks are awaited before one line says how many have started."""
 _LONGEST_PAUSE_SECONDS = 0.5
 
-_VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
+_VARIABLES = {
+    "RANK": 0,
+    "WORLD_SIZE": 1,
+    "LOCAL_RANK": 0,
+    "LOCAL_WORLD_SIZE": 1,
+    "TORCHELASTIC_RESTART_COUNT": 0,
+}
 """Variables of the environment in the order of the fields of `LaunchEnvironment`, and their defaults."""
 
 
@@ -154,7 +160,9 @@ def init_process_group(
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     store = _next_store(launch, init_method, timeout or default_pg_timeout, device)
     _check_shared(store, launch, device, backend)
-    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    )
     _own_group = dist.group.WORLD
     _users = 1
     return True
@@ -167,7 +175,9 @@ _rendezvous: tuple[str, Store] | None = None
 _groups_made = 0
 
 
-def _next_store(launch: LaunchEnvironment, init_method: str | None, timeout: timedelta, device: torch.device) -> Store:
+def _next_store(
+    launch: LaunchEnvironment, init_method: str | None, timeout: timedelta, device: torch.device
+) -> Store:
     """Return another store for the next group of this process, when all ranks have it. Call on all ranks."""
     global _rendezvous, _groups_made
     url = init_method or "env://"
@@ -187,10 +197,14 @@ def _claim(store: Store, launch: LaunchEnvironment, device: torch.device) -> Non
         # Not counted on each machine: launchers may show each process another one as its only device.
         owner = bytes(store.compare_set(key, "", str(launch.rank))).decode()
         if owner != str(launch.rank):
-            store.set("shared", f"ranks {owner} and {launch.rank} have {device} of {socket.gethostname()}")
+            store.set(
+                "shared", f"ranks {owner} and {launch.rank} have {device} of {socket.gethostname()}"
+            )
 
 
-def _check_shared(store: Store, launch: LaunchEnvironment, device: torch.device, backend: str) -> None:
+def _check_shared(
+    store: Store, launch: LaunchEnvironment, device: torch.device, backend: str
+) -> None:
     """Refuse processes that share a device over nccl, and log it where another backend takes it. After all ranks have come."""
     if device.type == "cpu" or not store.check(["shared"]):
         return
@@ -202,7 +216,9 @@ def _check_shared(store: Store, launch: LaunchEnvironment, device: torch.device,
             "processes on a machine as it has devices, or set backend='gloo', which is slower."
         )
     if launch.rank == 0:
-        logger.warning("Processes share a device: %s. They take turns on it, and share its memory.", shared)
+        logger.warning(
+            "Processes share a device: %s. They take turns on it, and share its memory.", shared
+        )
 
 
 def _open_store(url: str, launch: LaunchEnvironment, timeout: timedelta) -> Store:
@@ -215,7 +231,11 @@ def _open_store(url: str, launch: LaunchEnvironment, timeout: timedelta) -> Stor
         store, _, _ = next(iter(rendezvous(url, launch.rank, launch.world_size, timeout=timeout)))
         opened: Store = store
         return opened
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if in_environment and not os.environ.get(name)]
+    missing = [
+        name
+        for name in ("MASTER_ADDR", "MASTER_PORT")
+        if in_environment and not os.environ.get(name)
+    ]
     if missing:
         raise ValueError(
             f"Expected the launcher to set {' and '.join(missing)}, with which the {launch.world_size} processes find each other. "
@@ -224,12 +244,16 @@ def _open_store(url: str, launch: LaunchEnvironment, timeout: timedelta) -> Stor
     host = os.environ["MASTER_ADDR"] if in_environment else parts.hostname
     port = int(os.environ["MASTER_PORT"]) if in_environment else parts.port
     if not host or port is None:
-        raise ValueError(f"Expected init_method to be 'tcp://HOST:PORT'. Received: init_method={url!r}. Add both.")
+        raise ValueError(
+            f"Expected init_method to be 'tcp://HOST:PORT'. Received: init_method={url!r}. Add both."
+        )
     if launch.rank != 0:
         _await(
             lambda: _answers(host, port),
             timeout,
-            report=lambda: f"Rank 0, the first of {launch.world_size} processes, does not answer at {host}:{port} yet.",
+            report=lambda: (
+                f"Rank 0, the first of {launch.world_size} processes, does not answer at {host}:{port} yet."
+            ),
             failure=lambda: (
                 f"Expected rank 0 to answer at {host}:{port} within {timeout.total_seconds():g} s (comm.init_timeout_seconds). Received: "
                 "no answer. Start it, or check MASTER_ADDR and MASTER_PORT."
@@ -265,7 +289,9 @@ def _await_all(store: Store, launch: LaunchEnvironment, timeout: timedelta) -> N
         return [rank for rank in range(size) if not store.check([f"started/{rank}"])]
 
     def report() -> str:
-        is_first = bytes(store.compare_set("reports", "", str(launch.rank))) == str(launch.rank).encode()
+        is_first = (
+            bytes(store.compare_set("reports", "", str(launch.rank))) == str(launch.rank).encode()
+        )
         return (
             f"{size - len(missing())} of {size} processes have started. Missing: {_ranks(missing())}."
             if is_first
@@ -290,7 +316,11 @@ def _await_all(store: Store, launch: LaunchEnvironment, timeout: timedelta) -> N
 
 
 def _await(
-    has_come: Callable[[], bool], timeout: timedelta, *, report: Callable[[], str], failure: Callable[[], str]
+    has_come: Callable[[], bool],
+    timeout: timedelta,
+    *,
+    report: Callable[[], str],
+    failure: Callable[[], str],
 ) -> None:
     """Wait for something in Python, so that signals are handled meanwhile; log `report` once, or raise `failure` at the end."""
     began = time.monotonic()
@@ -313,7 +343,9 @@ def _ranks(missing: list[int]) -> str:
     return f"rank{'s' if len(missing) > 1 else ''} {shown}"
 
 
-def set_collective_timeout(seconds: float, groups: Iterable[dist.ProcessGroup | None] = (None,)) -> None:
+def set_collective_timeout(
+    seconds: float, groups: Iterable[dist.ProcessGroup | None] = (None,)
+) -> None:
     """Set how long a collective may take from now on. Call on all ranks.
 
     Args:

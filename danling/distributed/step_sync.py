@@ -14,7 +14,16 @@ from danling.utils.devices import pins_memory
 
 from .domain import Domain
 
-REQUESTS = ("save", "stop", "interrupt", "terminate", "user_signal", "exhausted", "continue", "regroup")
+REQUESTS = (
+    "save",
+    "stop",
+    "interrupt",
+    "terminate",
+    "user_signal",
+    "exhausted",
+    "continue",
+    "regroup",
+)
 """Requests that a rank can make. They are counted over the ranks, so that all ranks learn of the request of a single one."""
 
 
@@ -94,7 +103,12 @@ class GradientNorms:
     """
 
     def __init__(
-        self, domain: Domain, device: torch.device, largest_spread: float, *, is_wrapped: bool = False
+        self,
+        domain: Domain,
+        device: torch.device,
+        largest_spread: float,
+        *,
+        is_wrapped: bool = False,
     ) -> None:
         self.domain = domain
         self._is_wrapped = is_wrapped
@@ -165,7 +179,9 @@ class GradientNorms:
         norms = self.domain.gather_objects(float(norm))
         usual = sorted(norms)[len(norms) // 2]
         furthest = sorted(range(len(norms)), key=lambda rank: -abs(norms[rank] - usual))[:7]
-        shown = ", ".join(f"{norms[rank]:.6g} on rank {rank}" for rank in sorted({*furthest, norms.index(usual)}))
+        shown = ", ".join(
+            f"{norms[rank]:.6g} on rank {rank}" for rank in sorted({*furthest, norms.index(usual)})
+        )
         causes = (
             "A forward that goes around the wrapped model, such as self.unwrapped_model(x) or self.model.module(x) in train_step, leaves "
             "its gradient on its rank: call self.model(x). So does the second of two backwards that follow two forwards: call "
@@ -191,7 +207,9 @@ class StepSync:
         extra_reductions: What else is summed in the collective of an update.
     """
 
-    def __init__(self, domain: Domain, device: torch.device, *, reports: tuple[bool, bool] = (True, True)) -> None:
+    def __init__(
+        self, domain: Domain, device: torch.device, *, reports: tuple[bool, bool] = (True, True)
+    ) -> None:
         self.domain = domain
         self.device = device
         self.reports_loss, self.reports_samples = reports
@@ -212,7 +230,11 @@ class StepSync:
             own.samples if self.reports_samples else 0.0,
             own.nonfinite,
         ]
-        extras = [(extra, values) for extra in self.extra_reductions if (values := extra.values()) is not None]
+        extras = [
+            (extra, values)
+            for extra in self.extra_reductions
+            if (values := extra.values()) is not None
+        ]
         if self.device.type == "cpu":
             flags = [float(name in own.requests) for name in REQUESTS]
             flat = torch.tensor([*map(float, mine), *flags], dtype=torch.float64)
@@ -235,7 +257,9 @@ class StepSync:
 
     def _sum(self, own: Tensor, extras: list[tuple[ExtraReduction, Tensor]]) -> Tensor:
         """Return the sums of `own` over the ranks, and give each extra reduction its share."""
-        total = self.domain.all_reduce(torch.cat([own, *(values for _, values in extras)]) if extras else own)
+        total = self.domain.all_reduce(
+            torch.cat([own, *(values for _, values in extras)]) if extras else own
+        )
         end = len(own)
         for extra, values in extras:
             begin, end = end, end + len(values)

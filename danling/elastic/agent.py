@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
@@ -95,8 +100,12 @@ class ElasticAgent(LocalElasticAgent):
         key = f"{_STORE_KEY}/{self._starts}"
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
-            world_size = sum(1 for _ in worker_group.workers) * int(worker_group.group_world_size or 1)
-            self._coordinator = Coordinator(world_size, "" if self._launch.endpoint else "127.0.0.1")
+            world_size = sum(1 for _ in worker_group.workers) * int(
+                worker_group.group_world_size or 1
+            )
+            self._coordinator = Coordinator(
+                world_size, "" if self._launch.endpoint else "127.0.0.1"
+            )
             host = str(worker_group.master_addr)
             store.set(key, f"{self._coordinator.token} {host}:{self._coordinator.port}")
         token, _, address = bytes(store.get(key)).decode().partition(" ")
@@ -136,7 +145,11 @@ class ElasticAgent(LocalElasticAgent):
                 ends = True
                 continue
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            what = "a replacement is started" if is_replaced else "it is not replaced, and the others continue"
+            what = (
+                "a replacement is started"
+                if is_replaced
+                else "it is not replaced, and the others continue"
+            )
             logger.warning("Process %d %s: %s.", handler.proc.pid, how, what)
             if is_replaced:
                 self._replace(worker_group, context, rank)
@@ -259,7 +272,12 @@ class AgentLink:
                     states = {pid: _state(pid) for pid in self.pids}
                     stopped = [pid for pid, state in states.items() if state == "T"]
                     traced = [pid for pid, state in states.items() if state == "t"]
-                    message = {"kind": "stopped", "pids": stopped, "traced": traced, "seconds": now - before}
+                    message = {
+                        "kind": "stopped",
+                        "pids": stopped,
+                        "traced": traced,
+                        "seconds": now - before,
+                    }
                     self._channel.send(message)
                     before = now
 
@@ -354,7 +372,9 @@ def run_agent(launch: Launch) -> int:
         meeting.shutdown()
         agent.close()
     if result is None or result.is_failed():
-        codes = [failure.exitcode for failure in (result.failures.values() if result is not None else ())]
+        codes = [
+            failure.exitcode for failure in (result.failures.values() if result is not None else ())
+        ]
         return next((code if code > 0 else 128 - code for code in codes if code), 1)
     return 0
 

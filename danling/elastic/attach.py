@@ -71,16 +71,27 @@ def check_config(config: RunnerConfig, stack: str) -> None:
     """Refuse a configuration with which ranks cannot be left behind."""
     check_supported()
     checkpoint, audit = config.checkpoint, config.audit
-    audits = any(value is not None for value in (audit.digest_interval, audit.replay_interval, audit.gradients.dir))
+    audits = any(
+        value is not None
+        for value in (audit.digest_interval, audit.replay_interval, audit.gradients.dir)
+    )
     wrong = [
         (stack != "ddp", f"stack={stack!r}", "Train on ddp"),
-        (config.gradient_sum != "canonical", f"gradient_sum={config.gradient_sum!r}", "Set gradient_sum='canonical'"),
+        (
+            config.gradient_sum != "canonical",
+            f"gradient_sum={config.gradient_sum!r}",
+            "Set gradient_sum='canonical'",
+        ),
         (config.ft.enabled, "ft.enabled=True", "Use one of them"),
         (config.backend not in (None, "gloo"), f"backend={config.backend!r}", "Unset it"),
         (config.compile.enable, "compile.enable=True", "Unset it"),
         (config.train_metrics, "train_metrics", "Unset it: the sums of a rank end with it"),
         (checkpoint.backend == "dcp", "checkpoint.backend='dcp'", "Unset it"),
-        (checkpoint.remote.url is not None, f"checkpoint.remote.url={checkpoint.remote.url!r}", "Unset it"),
+        (
+            checkpoint.remote.url is not None,
+            f"checkpoint.remote.url={checkpoint.remote.url!r}",
+            "Unset it",
+        ),
         (audits or audit.quick is not None, "a setting of `audit`", "Unset it"),
     ]
     for is_wrong, received, fix in wrong:
@@ -98,7 +109,9 @@ def check_config(config: RunnerConfig, stack: str) -> None:
 
 def check_program(runner: TorchRunner) -> None:
     """Refuse what is not a function of the place in the run."""
-    foreign = [split for split, loader in runner.dataloaders.items() if not isinstance(loader, DataLoader)]
+    foreign = [
+        split for split, loader in runner.dataloaders.items() if not isinstance(loader, DataLoader)
+    ]
     if foreign:
         raise ValueError(
             f"Expected loaders that the library builds with elastic.enabled, which it redivides when the ranks change. Received: a "
@@ -181,7 +194,12 @@ class ElasticRanks:
         """Tell ranks that join later where the run is. Called on the main process."""
         runner = self._runner
         run = JoinedRun(
-            runner.id, str(runner.workspace.dir), runner.code_id, runner.config_id, runner.timestamp, runner.seed
+            runner.id,
+            str(runner.workspace.dir),
+            runner.code_id,
+            runner.config_id,
+            runner.timestamp,
+            runner.seed,
         )
         self._store.set(_RUN_KEY, json.dumps(asdict(run)))
 
@@ -423,7 +441,11 @@ class ElasticTraining(Observer, Extension):
             self._session.regroup_requested = False
             raise MembershipChanged
         membership = self._member.membership
-        if self._member.should_regroup and membership is not None and self._asked_in != membership.generation:
+        if (
+            self._member.should_regroup
+            and membership is not None
+            and self._asked_in != membership.generation
+        ):
             self._asked_in = membership.generation
             self._session.request("regroup")
         self._update.begin()
@@ -477,7 +499,9 @@ class ElasticTraining(Observer, Extension):
         self._has_changed = self._is_untold = True
         is_same = before is not None and before.members == now.members
         if runner.is_main_process:
-            self._main.log_change(now, is_same=is_same, repeats=repeats, seconds=time.monotonic() - began)
+            self._main.log_change(
+                now, is_same=is_same, repeats=repeats, seconds=time.monotonic() - began
+            )
         self._note_fruitless(failure, is_same=is_same)
 
     def _note_fruitless(self, failure: str, *, is_same: bool) -> None:

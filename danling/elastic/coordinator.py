@@ -139,7 +139,9 @@ class Coordinator:
         before = time.monotonic()
         while not self._has_closed:
             try:
-                for key, _ in self._selector.select(_TICK_SECONDS if self._is_calm else _REPEAT_SECONDS / 3):
+                for key, _ in self._selector.select(
+                    _TICK_SECONDS if self._is_calm else _REPEAT_SECONDS / 3
+                ):
                     if key.data is None:
                         self._accept()
                     else:
@@ -294,7 +296,11 @@ class Coordinator:
             elif kind == "exit":
                 self._note_exit(peer.host, int(message["pid"]), int(message["code"]))
                 peer.channel.send(
-                    {"kind": "replace", "pid": message["pid"], **self._after_end(peer.host, message["pid"])}
+                    {
+                        "kind": "replace",
+                        "pid": message["pid"],
+                        **self._after_end(peer.host, message["pid"]),
+                    }
                 )
             return
         assert peer.member is not None
@@ -331,12 +337,18 @@ class Coordinator:
 
     def _note_exit(self, host: str, pid: int, code: int) -> None:
         """Note with what code a process has ended; its connection may not have been looked at yet."""
-        for peer in [each for each in self._peers if each.member is not None and (each.pid, each.host) == (pid, host)]:
+        for peer in [
+            each
+            for each in self._peers
+            if each.member is not None and (each.pid, each.host) == (pid, host)
+        ]:
             self._read_last(peer)
         for death in self.deaths.values():
             is_of_it = (death["pid"], death["host"]) == (pid, host)
             if is_of_it and code and death["how"] == _ENDED:
-                death["how"] = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                death["how"] = (
+                    f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                )
 
     def _read_last(self, peer: Peer) -> None:
         self._hear_waiting(peer)
@@ -349,8 +361,15 @@ class Coordinator:
 
     def _after_end(self, host: str, pid: int) -> dict[str, bool]:
         """Return whether a rank that has ended is replaced, which is counted, and whether the others continue without it else."""
-        is_death = any((death["host"], death["pid"]) == (host, pid) for death in self.deaths.values())
-        if not is_death and (host, pid) not in self._processes and self.side.generation and self._all_train():
+        is_death = any(
+            (death["host"], death["pid"]) == (host, pid) for death in self.deaths.values()
+        )
+        if (
+            not is_death
+            and (host, pid) not in self._processes
+            and self.side.generation
+            and self._all_train()
+        ):
             # A replacement that never came here.
             is_death = True
             self._failed_births += 1
@@ -394,13 +413,19 @@ class Coordinator:
             if side.phase == "run":
                 self._change = None
         if side.phase != self._told_phase:
-            self._told_phase, self._repeats_at, self._repeat_seconds = side.phase, 0.0, _REPEAT_SECONDS
+            self._told_phase, self._repeats_at, self._repeat_seconds = (
+                side.phase,
+                0.0,
+                _REPEAT_SECONDS,
+            )
         if now >= self._repeats_at:
             members, message = side.repeated()
             self._repeats_at = now + max(self._repeat_seconds, _READ_SECONDS * len(members))
             # Several times before one that does not answer is ended.
             longest = min(_LONGEST_REPEAT_SECONDS, self.settings.wait_seconds / 8)
-            self._repeat_seconds = min(2 * self._repeat_seconds, longest) if members else _REPEAT_SECONDS
+            self._repeat_seconds = (
+                min(2 * self._repeat_seconds, longest) if members else _REPEAT_SECONDS
+            )
             if message["kind"] == "form":
                 message = {**message, "lost": self._change.lost if self._change is not None else []}
             self._tell(members, message)
@@ -414,7 +439,9 @@ class Coordinator:
             peer.silent_for = peer.silent_for + passed if is_silent else 0.0
             if peer.silent_for > limit:
                 peer.silent_for = 0.0
-                self._kill(peer, f"did not answer for {limit:g} s (elastic.wait_seconds), and was killed")
+                self._kill(
+                    peer, f"did not answer for {limit:g} s (elastic.wait_seconds), and was killed"
+                )
 
     def _note_traced(self, host: str, pids: set[int]) -> None:
         for peer in self._peers:
@@ -423,10 +450,14 @@ class Coordinator:
 
     def _note_stopped(self, host: str, pids: set[int], seconds: float) -> None:
         """End ranks that have been stopped for long while another one waits for them."""
-        members = [each for each in self._peers if each.member is not None and not each.has_finished]
+        members = [
+            each for each in self._peers if each.member is not None and not each.has_finished
+        ]
         of_host = [each for each in members if each.host == host]
         for peer in of_host:
-            peer.stopped_for = peer.stopped_for + min(seconds, _LONGEST_TICK_SECONDS) if peer.pid in pids else 0.0
+            peer.stopped_for = (
+                peer.stopped_for + min(seconds, _LONGEST_TICK_SECONDS) if peer.pid in pids else 0.0
+            )
         if all(each.stopped_for for each in members) and not self._is_complete:
             # No rank waits: the whole job is suspended. When the training is complete, the agent waits.
             for peer in members:
@@ -435,12 +466,16 @@ class Coordinator:
             limit = self.settings.fence_seconds
             if peer.stopped_for > limit:
                 peer.stopped_for = 0.0
-                self._kill(peer, f"was stopped for {limit:g} s (elastic.fence_seconds), and was killed")
+                self._kill(
+                    peer, f"was stopped for {limit:g} s (elastic.fence_seconds), and was killed"
+                )
 
     def _kill(self, peer: Peer, why: str) -> None:
         peer.ended_for = why
         logger.warning("Rank %s %s.", peer.member, why)
-        for agent in [each for each in self._peers if each.agent is not None and each.host == peer.host]:
+        for agent in [
+            each for each in self._peers if each.agent is not None and each.host == peer.host
+        ]:
             agent.channel.send({"kind": "kill", "pid": peer.pid})
 
     def _tell(self, members: Collection[int], message: dict[str, Any]) -> None:

@@ -100,7 +100,8 @@ class Handover:
         is_behind = self.has_state and now.rank in now.behind
         loses_means = bool(now.lost) or is_behind
         flags = torch.tensor(
-            [open_save is not None, history, best, self._loop.is_at_boundary, loses_means], dtype=torch.float64
+            [open_save is not None, history, best, self._loop.is_at_boundary, loses_means],
+            dtype=torch.float64,
         )
         if now.size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
@@ -171,7 +172,9 @@ class Handover:
         loop.begun_pass = None if begun is None else tuple(begun)
         loop.begun_passes = more["begun_passes"]
         loop.last_split = more["last_split"]
-        self._reporter.trackers.recent = recent_records((dict(values), step) for values, step in more["recent"])
+        self._reporter.trackers.recent = recent_records(
+            (dict(values), step) for values, step in more["recent"]
+        )
         self._reporter.forget_samples(runner.state.train.samples)
 
     def _settle(self) -> None:

@@ -23,7 +23,13 @@ logger = logging.getLogger("danling")
 class MainProcess:
     """Writes what the main process of a run writes, where that is this process now."""
 
-    def __init__(self, runner: TorchRunner, reporter: Reporter, run_location: RunLocation, results: RunResults) -> None:
+    def __init__(
+        self,
+        runner: TorchRunner,
+        reporter: Reporter,
+        run_location: RunLocation,
+        results: RunResults,
+    ) -> None:
         self._runner = runner
         self._reporter = reporter
         self._run_location = run_location
@@ -68,7 +74,9 @@ class MainProcess:
         """Log who has ended or joined, and what it has cost; `is_same` where neither has happened."""
         trackers, step = self._reporter.trackers, self._runner.state.train.global_step
         lost = [describe_death(each) for each in now.lost]
-        what = "; ".join(lost) or ("A collective failed, though no rank has ended" if is_same else "A rank joins")
+        what = "; ".join(lost) or (
+            "A collective failed, though no rank has ended" if is_same else "A rank joins"
+        )
         again = f"; update {step + 1} is made again" if repeats else ""
         logger.warning(
             "%s: %s after update %d, %.2f s later%s. Nothing was read from a checkpoint.",
@@ -78,7 +86,11 @@ class MainProcess:
             seconds,
             again,
         )
-        figures = {"elastic/ranks": float(now.size), "elastic/gap_seconds": seconds, "elastic/repeated": float(repeats)}
+        figures = {
+            "elastic/ranks": float(now.size),
+            "elastic/gap_seconds": seconds,
+            "elastic/repeated": float(repeats),
+        }
         # Another main process must not write them again: only this one has measured them.
         recent, trackers.recent = trackers.recent, None
         trackers.log(figures, step)

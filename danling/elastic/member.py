@@ -83,7 +83,9 @@ class Member:
         store: Returns a store that outlives every member.
     """
 
-    def __init__(self, store: Callable[[], Any], *, timeout: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(
+        self, store: Callable[[], Any], *, timeout: timedelta = timedelta(minutes=30)
+    ) -> None:
         address = os.environ.get(ADDRESS, "")
         if not address:
             raise ValueError(
@@ -186,7 +188,9 @@ class Member:
         """Whether others wait to be taken in at the next boundary; ranks may hear of it at different updates."""
         return self._side.should_regroup
 
-    def form(self, progress: int | None, digest: Callable[[], str], take: Callable[[Membership], None]) -> Membership:
+    def form(
+        self, progress: int | None, digest: Callable[[], str], take: Callable[[Membership], None]
+    ) -> Membership:
         """Form the process group with the members that the coordinator names, and return the membership.
 
         Call it outside of `except`: an exception that is kept keeps the sockets of the old group open.
@@ -240,7 +244,11 @@ class Member:
             seconds = min(2 * seconds, _LONGEST_REPEAT_SECONDS)
 
     def _attempt(
-        self, membership: Membership, handles: Sequence[str], patience: float, take: Callable[[Membership], None]
+        self,
+        membership: Membership,
+        handles: Sequence[str],
+        patience: float,
+        take: Callable[[Membership], None],
     ) -> bool:
         # Nothing of an exception may survive this method.
         try:

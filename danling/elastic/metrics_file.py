@@ -16,7 +16,9 @@ Recent = Sequence[tuple[dict[str, float], int]]
 _MOST_RECENT = 16
 
 
-def recent_records(records: Iterable[tuple[dict[str, float], int]] = ()) -> deque[tuple[dict[str, float], int]]:
+def recent_records(
+    records: Iterable[tuple[dict[str, float], int]] = (),
+) -> deque[tuple[dict[str, float], int]]:
     """Return a list of records that keeps the last ones only."""
     return deque(records, maxlen=_MOST_RECENT)
 
@@ -59,5 +61,9 @@ def without_later(file: Path, step: int, recent: Recent) -> None:
 
 def missing_records(file: Path, recent: Recent) -> list[tuple[dict[str, float], int]]:
     """Return the metrics that the file lacks."""
-    there = {_key(list(record), record["step"]) for _, record in _lines(file)} if file.exists() else set()
+    there = (
+        {_key(list(record), record["step"]) for _, record in _lines(file)}
+        if file.exists()
+        else set()
+    )
     return [(values, step) for values, step in recent if _key(values, step) not in there]

@@ -67,7 +67,11 @@ class RankSide:
         elif kind == "form":
             if generation <= self.settled:
                 return self.formed_message()  # the first answer may have been lost
-            if self.mode == "ready" and generation > self.seen and self.handle in message["handles"]:
+            if (
+                self.mode == "ready"
+                and generation > self.seen
+                and self.handle in message["handles"]
+            ):
                 self.mode, self.order, self.seen = "forming", message, generation
         return None
 
@@ -167,7 +171,9 @@ class CoordinatorSide:
         elif message["kind"] == "ready":
             before = self.ready.get(member)
             if before is None or generation >= before.generation:
-                said = Ready(generation, message["handle"], int(message["progress"]), message["digest"])
+                said = Ready(
+                    generation, message["handle"], int(message["progress"]), message["digest"]
+                )
                 self.ready[member] = said
             is_of_now = generation == self.generation and member in self.roster
             if is_of_now and self.phase != "collect":
@@ -189,13 +195,17 @@ class CoordinatorSide:
     @property
     def newcomers(self) -> list[int]:
         """Members that are ready and in no generation yet."""
-        return sorted(member for member in self.living.difference(self.roster) if member in self.ready)
+        return sorted(
+            member for member in self.living.difference(self.roster) if member in self.ready
+        )
 
     @property
     def awaited(self) -> list[int]:
         """Members whose answer the others wait for."""
         if self.phase == "collect":
-            return [member for member in self.members if not self._is_ready(member, self.generation)]
+            return [
+                member for member in self.members if not self._is_ready(member, self.generation)
+            ]
         if self.phase == "form":
             return [member for member in self.members if self.formed.get(member) != self.generation]
         return []
@@ -208,7 +218,9 @@ class CoordinatorSide:
     def _taking_part(self) -> list[int]:
         # One that has been in a generation and was left out of a later one does not come back.
         wanted = dict.fromkeys(self.roster, self.generation)
-        return sorted(member for member in self.living if self._is_ready(member, wanted.get(member, 0)))
+        return sorted(
+            member for member in self.living if self._is_ready(member, wanted.get(member, 0))
+        )
 
     @property
     def lacks_members(self) -> bool:
@@ -261,7 +273,9 @@ class CoordinatorSide:
                 "newest checkpoint."
             )
         # The lowest of those that are furthest, so that a rank 0 that is not behind stays the one that leads.
-        leader = next(index for index, member in enumerate(taking_part) if said[member].progress == furthest)
+        leader = next(
+            index for index, member in enumerate(taking_part) if said[member].progress == furthest
+        )
         self.generation += 1
         self.roster = tuple(taking_part)
         self.formed = {}
@@ -271,7 +285,11 @@ class CoordinatorSide:
             "handles": [said[member].handle for member in taking_part],
             "members": taking_part,
             "leader": leader,
-            "behind": [index for index, member in enumerate(taking_part) if said[member].progress < furthest],
+            "behind": [
+                index
+                for index, member in enumerate(taking_part)
+                if said[member].progress < furthest
+            ],
             "patience": self.patience,
             "fewer": len(taking_part) < self.least,
         }
@@ -284,12 +302,19 @@ class CoordinatorSide:
         if self.phase == "form":
             assert self.order is not None
             return self.awaited, self.order
-        return self.members if self.newcomers else [], {"kind": "regroup", "generation": self.generation}
+        return self.members if self.newcomers else [], {
+            "kind": "regroup",
+            "generation": self.generation,
+        }
 
 
 def copied(side: Any) -> Any:
     """Return a copy of one side that shares nothing with it that changes."""
-    changing = {name: type(value)(value) for name, value in vars(side).items() if isinstance(value, (set, dict))}
+    changing = {
+        name: type(value)(value)
+        for name, value in vars(side).items()
+        if isinstance(value, (set, dict))
+    }
     return replace(side, **changing)
 
 

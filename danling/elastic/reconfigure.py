@@ -48,7 +48,9 @@ class Group:
     def __init__(self, store: Any, member: int, timeout: timedelta) -> None:
         check_supported()
         options: dict[str, Any] = {"enable_reconfigure": True}
-        dist.init_process_group("gloo", store=store, rank=member, world_size=_MOST_MEMBERS, timeout=timeout, **options)
+        dist.init_process_group(
+            "gloo", store=store, rank=member, world_size=_MOST_MEMBERS, timeout=timeout, **options
+        )
         self._member = member
 
     def leave(self) -> str:

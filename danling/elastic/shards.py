@@ -37,7 +37,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("danling")
 
 _STEPS_EACH_ALONE = frozenset(
-    {"ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+    {
+        "ASGD",
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
 )
 """Optimizers of torch whose step of a parameter follows from its own state and gradient."""
 
@@ -75,7 +88,9 @@ def parts_of(sizes: tuple[int, ...], ranks: int, rank: int) -> frozenset[int]:
 def check_optimizer(optimizer: object, *, scales: bool) -> None:
     """Refuse what cannot be stepped in shards."""
     kind = type(optimizer)
-    is_of_torch = kind.__name__ in _STEPS_EACH_ALONE and kind is getattr(torch.optim, kind.__name__, None)
+    is_of_torch = kind.__name__ in _STEPS_EACH_ALONE and kind is getattr(
+        torch.optim, kind.__name__, None
+    )
     received = None
     if not is_of_torch:
         received = f"{kind.__name__}. Take one of {', '.join(sorted(_STEPS_EACH_ALONE))}"
@@ -144,7 +159,9 @@ class Shards:
         )
 
     def _listed(self) -> list[nn.Parameter]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
 
     @property
     def is_torn(self) -> bool:
@@ -181,7 +198,9 @@ class Shards:
             )
         if self._domain.size > 1:
             self._phase = _SUMS
-            is_made = self._succeeds(lambda: self._domain.all_reduce(torch.zeros(1))) or self._decide()
+            is_made = (
+                self._succeeds(lambda: self._domain.all_reduce(torch.zeros(1))) or self._decide()
+            )
             if not is_made:
                 self._phase = _WHOLE
                 raise MembershipChanged
@@ -190,7 +209,9 @@ class Shards:
         if self.held != parts_of(self._sizes, self._domain.size, self._domain.rank):
             # All ranks have come through the change, so that older shards are not needed any more.
             self.keep_own()
-        self._stepped = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        self._stepped = [
+            index for index, parameter in enumerate(self._parameters) if parameter.grad is not None
+        ]
         others = [self._parameters[index] for index in self._stepped if index not in self.held]
         self._left_out = [(parameter, parameter.grad) for parameter in others]
         for parameter in others:
@@ -233,7 +254,10 @@ class Shards:
         made_for = size, tuple(self._stepped)
         if self._plan[0] != made_for:
             owner = owners(self._sizes, size)
-            of_ranks = [[self._parameters[i] for i in self._stepped if owner[i] == each] for each in range(size)]
+            of_ranks = [
+                [self._parameters[i] for i in self._stepped if owner[i] == each]
+                for each in range(size)
+            ]
             self._plan = made_for, [bucketed(parameters) for parameters in of_ranks]
         plan = self._plan[1]
         for number in range(max(map(len, plan))):
@@ -269,7 +293,10 @@ class Shards:
                 raise _Decided(is_made=self._version < top)
             raise MembershipChanged
         held = [set(indices) if version == top else set() for version, _, indices in table]
-        has = [[rank for rank in range(now.size) if index in held[rank]] for index in range(len(self._parameters))]
+        has = [
+            [rank for rank in range(now.size) if index in held[rank]]
+            for index in range(len(self._parameters))
+        ]
         is_complete = any(version == top and phase == _WHOLE for version, phase, _ in table)
         if not all(has) or not (is_complete or _STEPPED in phases):
             self._end_run(now, [index for index, ranks in enumerate(has) if not ranks])
@@ -299,14 +326,18 @@ class Shards:
     def _complete_weights(self, has: list[list[int]], now: Membership) -> None:
         """Give the ranks within a step the weights of all shards, each from one that has stepped it."""
         for source in range(now.size if now.size > 1 else 0):
-            sent = [parameter for parameter, ranks in zip(self._parameters, has) if ranks[0] == source]
+            sent = [
+                parameter for parameter, ranks in zip(self._parameters, has) if ranks[0] == source
+            ]
             for bucket in bucketed(sent):
                 flat = flattened(bucket)
                 dist.broadcast(flat, source)
                 if self._phase == _STEPPED and source != now.rank:
                     scatter(flat, bucket)
 
-    def _redistribute(self, has: list[list[int]], held: list[set[int]], now: Membership) -> dict[int, dict[str, Any]]:
+    def _redistribute(
+        self, has: list[list[int]], held: list[set[int]], now: Membership
+    ) -> dict[int, dict[str, Any]]:
         """Send shards to the ranks that are to have them now, and return those that have come."""
         wanted = [parts_of(self._sizes, now.size, rank) for rank in range(now.size)]
         missing = set().union(*(wanted[rank] - held[rank] for rank in range(now.size)))
@@ -322,7 +353,9 @@ class Shards:
             dist.broadcast(data, source)
             if source != now.rank:
                 taken = wanted[now.rank] - held[now.rank]
-                found |= {index: entry for index, entry in _unpacked(data).items() if index in taken}
+                found |= {
+                    index: entry for index, entry in _unpacked(data).items() if index in taken
+                }
         return found
 
     def settle(self) -> None:
@@ -345,7 +378,10 @@ class Shards:
         """Return shards as bytes, which no pickle reads."""
         state = self._optimizer.state
         entries = {
-            index: {key: to_inner_tensors(value) for key, value in state.get(self._parameters[index], {}).items()}
+            index: {
+                key: to_inner_tensors(value)
+                for key, value in state.get(self._parameters[index], {}).items()
+            }
             for index in indices
         }
         stream = io.BytesIO()
@@ -371,7 +407,11 @@ class Shards:
         of_main, owner = parts_of(self._sizes, size, 0), owners(self._sizes, size)
         state: dict[str, Any] = dict(own["state"])
         for source in range(2, size):
-            sent = [index for index in range(len(names)) if owner[index] == source and index not in of_main]
+            sent = [
+                index
+                for index in range(len(names))
+                if owner[index] == source and index not in of_main
+            ]
             if sent and rank in (0, source):
                 found = self._domain.guarded(lambda: self._sent_to_main(source, sent))  # noqa: B023
                 state |= {names[index]: entry for index, entry in found.items() if entry}
@@ -391,7 +431,9 @@ class Shards:
 
 
 def _unpacked(data: Tensor) -> dict[int, dict[str, Any]]:
-    entries: dict[int, dict[str, Any]] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    entries: dict[int, dict[str, Any]] = torch.load(
+        io.BytesIO(data.numpy().tobytes()), weights_only=True
+    )
     return entries
 
 

@@ -48,7 +48,9 @@ class Spare:
                 self._is_warm = os.read(self._answer, 1) == _READY
         return self._is_warm and self.is_alive
 
-    def start(self, program: Sequence[str], variables: Mapping[str, str], rank: int) -> Started | None:
+    def start(
+        self, program: Sequence[str], variables: Mapping[str, str], rank: int
+    ) -> Started | None:
         """Have it run a program of Python as the rank of this machine with that number.
 
         Returns:

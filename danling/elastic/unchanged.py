@@ -30,7 +30,9 @@ class UnchangedUntilStep:
         digest: Returns a digest of the weights.
     """
 
-    def __init__(self, runner: TorchRunner, attributes: KeptAttributes, digest: Callable[[], str]) -> None:
+    def __init__(
+        self, runner: TorchRunner, attributes: KeptAttributes, digest: Callable[[], str]
+    ) -> None:
         self._runner, self._attributes, self._digest = runner, attributes, digest
         self._parameters: list[nn.Parameter] = [*runner.unwrapped_model.parameters()]
         self._versions: list[int] = []

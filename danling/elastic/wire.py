@@ -106,7 +106,9 @@ def line_of(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def connect(address: str, hello: Mapping[str, Any], *, seconds: float) -> tuple[Channel, dict[str, Any]]:
+def connect(
+    address: str, hello: Mapping[str, Any], *, seconds: float
+) -> tuple[Channel, dict[str, Any]]:
     """Connect to the coordinator, introduce this process, and return the channel and the answer.
 
     Args:
@@ -134,5 +136,7 @@ def connect(address: str, hello: Mapping[str, Any], *, seconds: float) -> tuple[
         except (OSError, Closed):
             pass
         if time.monotonic() >= end:
-            raise ConnectionError(f"The coordinator of the elastic ranks does not answer at {address}.")
+            raise ConnectionError(
+                f"The coordinator of the elastic ranks does not answer at {address}."
+            )
         time.sleep(0.1)

@@ -62,7 +62,9 @@ def artifacts_of(runner: TorchRunner, policy: str = "") -> Artifacts | None:
         return None
     root = runner.dir / _FOLDER if shared is None else Path(shared).absolute()
     name = _name(runner, settings, policy)
-    return Artifacts(root / name, signed=shared is None, world=runner.world, leads=runner.is_local_main_process)
+    return Artifacts(
+        root / name, signed=shared is None, world=runner.world, leads=runner.is_local_main_process
+    )
 
 
 def _name(runner: TorchRunner, settings: Mapping[str, object], policy: str) -> str:
@@ -79,7 +81,9 @@ def _name(runner: TorchRunner, settings: Mapping[str, object], policy: str) -> s
     # The stages of a pipeline are other models, and share a file.
     of_model = runner.world.broadcast_object(of_model)
     versions = f"{torch.__version__} {sys.version_info[:2]}"
-    return _digest([versions, _device(runner.device), of_model, policy, *map(repr, sorted(settings.items()))])
+    return _digest(
+        [versions, _device(runner.device), of_model, policy, *map(repr, sorted(settings.items()))]
+    )
 
 
 def _digest(lines: Iterable[str]) -> str:
@@ -105,7 +109,9 @@ def _has_own_cache() -> bool:
         return False
     # torch finds no default for a user without a name, as in containers; that is what the variable is set for there.
     with suppress(KeyError, OSError):
-        return bool(place != import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir())
+        return bool(
+            place != import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
+        )
     return True
 
 
@@ -169,7 +175,10 @@ def _check_parents(directory: Path) -> None:
         about = os.stat(parent)
         is_sticky = about.st_mode & stat.S_ISVTX and about.st_uid in (os.geteuid(), *administrators)
         if not is_sticky and not _is_own(about, administrators):
-            raise OSError(errno.EPERM, f"other users can write to {parent}; set TMPDIR to a directory of your own")
+            raise OSError(
+                errno.EPERM,
+                f"other users can write to {parent}; set TMPDIR to a directory of your own",
+            )
 
 
 class _Refused(Exception):
@@ -217,7 +226,11 @@ class Artifacts:
             self._begin()
         folders = self._world.gather_objects((socket.gethostname(), _identity(self.folder)))
         if not self._leads:
-            self._join(identity for host, identity in folders if host == socket.gethostname() and identity is not None)
+            self._join(
+                identity
+                for host, identity in folders
+                if host == socket.gethostname() and identity is not None
+            )
 
     def _begin(self) -> None:
         try:
@@ -231,7 +244,9 @@ class Artifacts:
         except FileNotFoundError:
             pass
         except _Refused as error:
-            logger.warning("The compiled code in %s is not used: %s. Everything is compiled.", self.path, error)
+            logger.warning(
+                "The compiled code in %s is not used: %s. Everything is compiled.", self.path, error
+            )
         except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
             self._keep_nothing(error)
         self.is_warm = bool(self._packed)
@@ -330,7 +345,9 @@ class Artifacts:
         with file, tempfile.TemporaryFile(dir=self.folder) as copy:
             about = os.fstat(file.fileno())
             if not self._signed and not _is_own(about):
-                raise OSError(errno.EPERM, f"{self.path} is another user's, or others can write to it")
+                raise OSError(
+                    errno.EPERM, f"{self.path} is another user's, or others can write to it"
+                )
             if about.st_size > _LARGEST:
                 raise _Refused(f"it has more than {_LARGEST:,} bytes")
             signature = self._copy(file, copy, about.st_size - _SIGNATURE_BYTES)
@@ -350,7 +367,10 @@ class Artifacts:
                 self._packed[entry.filename] = entry.file_size
                 if not os.path.lexists(path):
                     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    with archive.open(entry) as packed, os.fdopen(os.open(path, NEW_FILE, 0o600), "wb") as file:
+                    with (
+                        archive.open(entry) as packed,
+                        os.fdopen(os.open(path, NEW_FILE, 0o600), "wb") as file,
+                    ):
                         shutil.copyfileobj(packed, file)
 
     def seal(self) -> None:
@@ -384,7 +404,9 @@ class Artifacts:
         assert self.folder is not None
         staged = staged_path(Path(self.path.name)).name
         with tempfile.TemporaryFile(dir=self.folder) as packed:
-            with ZipFile(packed, "w", ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
+            with ZipFile(
+                packed, "w", ZIP_DEFLATED, compresslevel=1, strict_timestamps=False
+            ) as archive:
                 for name in sorted(sizes):
                     archive.write(self.folder / name, name)
             size = packed.tell()
@@ -392,12 +414,16 @@ class Artifacts:
                 raise OSError(errno.EFBIG, f"more than {_LARGEST:,} bytes of code")
             packed.seek(0)
             try:
-                with os.fdopen(os.open(staged, NEW_FILE, 0o600, dir_fd=self._directory), "wb") as file:
+                with os.fdopen(
+                    os.open(staged, NEW_FILE, 0o600, dir_fd=self._directory), "wb"
+                ) as file:
                     file.write(self._copy(packed, file, size))
                     file.flush()
                     os.fsync(file.fileno())
                     written = os.fstat(file.fileno())
-                os.replace(staged, self.path.name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+                os.replace(
+                    staged, self.path.name, src_dir_fd=self._directory, dst_dir_fd=self._directory
+                )
             except BaseException:
                 with suppress(OSError):
                     os.unlink(staged, dir_fd=self._directory)
@@ -487,7 +513,9 @@ def _remove_left(folder: Path) -> None:
 def _files(folder: Path) -> list[str]:
     """Return the names of the regular files of a folder that are whole, sorted."""
     found = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    return sorted(str(path.relative_to(folder)) for path in found if path.suffix not in (".lock", ".tmp"))
+    return sorted(
+        str(path.relative_to(folder)) for path in found if path.suffix not in (".lock", ".tmp")
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -123,7 +123,9 @@ class Compilation(Observer):
         # Not at the top of the file: Dynamo takes a second to import.
         import_module("torch._dynamo.utils")
         # Dynamo keeps graphs, and counts recompilations, by code object.
-        code = self._codes.setdefault(of, function.__code__.replace(co_name=f"{of.__name__}_{self._number}"))
+        code = self._codes.setdefault(
+            of, function.__code__.replace(co_name=f"{of.__name__}_{self._number}")
+        )
         return torch.compile(FunctionType(code, function.__globals__, code.co_name), **self.options)
 
     @contextmanager
@@ -234,7 +236,9 @@ def keep_random_operations(graph: GraphModule, inputs: object = None) -> GraphMo
     another mask in the backward than in the forward, and the gradient is wrong without an error.
     """
     for node in graph.graph.nodes:
-        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(
+            node.target, "tags", ()
+        ):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return graph
 
@@ -259,12 +263,17 @@ class GraphCompilation(Compilation):
         self.options = {"fullgraph": True, "dynamic": False, **self.options}
         policy = settings.get("memory_policy")
         kind, budget = read_memory_policy(policy)
-        self._recomputed = [(each, _recomputing(each.forward)) for each in blocks] if kind == "recompute" else []
+        self._recomputed = (
+            [(each, _recomputing(each.forward)) for each in blocks] if kind == "recompute" else []
+        )
         if self._recomputed and distributed:
             # What cuts a graph at the buckets of DistributedDataParallel cannot cut one with a part that is computed again.
             self._optimize_ddp = "no_optimization"
         # A backward that is compiled when it is first run would be compiled under other settings, and on another thread.
-        changes: dict[str, Any] = {"activation_memory_budget": budget, "force_non_lazy_backward_lowering": True}
+        changes: dict[str, Any] = {
+            "activation_memory_budget": budget,
+            "force_non_lazy_backward_lowering": True,
+        }
         if kind == "budget":
             changes["joint_custom_pass"] = keep_random_operations
         functorch: Any = import_module("torch._functorch.config")
@@ -331,7 +340,11 @@ class WholeLoss(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, loss: Callable[[], Loss | None], compilation: Compilation, window: Window
+        self,
+        model: nn.Module,
+        loss: Callable[[], Loss | None],
+        compilation: Compilation,
+        window: Window,
     ) -> None:
         super().__init__()
         self.model = model
@@ -366,7 +379,9 @@ class GraphPreparation(ModelPreparation):
         self._whole_loss = runner._whole_loss
         self._function: WholeLoss | None = None
 
-    def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False
+    ) -> nn.Module:
         self._function = self._whole_loss(model)
         wrapped = super().wrap(self._function, options, reduces_later=reduces_later)
         return model if wrapped is self._function else wrapped

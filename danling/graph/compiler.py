@@ -21,7 +21,9 @@ def cxx_version(command: str | None = None) -> str | None:
     if found is None:
         return None
     try:
-        said = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+        said = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     return next(iter(said.splitlines()), found)

@@ -50,15 +50,31 @@ class AxisTraits:
 
 TRAITS: Mapping[str, AxisTraits] = {
     "replicate": AxisTraits(
-        mesh_place=1, reads_data=True, forward_communicates=False, sums_gradient=True, counts_loss=True
+        mesh_place=1,
+        reads_data=True,
+        forward_communicates=False,
+        sums_gradient=True,
+        counts_loss=True,
     ),
     "shard": AxisTraits(
-        mesh_place=2, reads_data=True, divides_dense=True, divides_experts=True, sums_gradient=True, counts_loss=True
+        mesh_place=2,
+        reads_data=True,
+        divides_dense=True,
+        divides_experts=True,
+        sums_gradient=True,
+        counts_loss=True,
     ),
     "context": AxisTraits(
-        mesh_place=3, sees_positions=True, needs_transform=True, sums_gradient=True, counts_loss=True, own_noise=True
+        mesh_place=3,
+        sees_positions=True,
+        needs_transform=True,
+        sums_gradient=True,
+        counts_loss=True,
+        own_noise=True,
     ),
-    "pipeline": AxisTraits(mesh_place=0, cuts_modules=True, divides_dense=True, divides_experts=True, counts_loss=True),
+    "pipeline": AxisTraits(
+        mesh_place=0, cuts_modules=True, divides_dense=True, divides_experts=True, counts_loss=True
+    ),
     "tensor": AxisTraits(mesh_place=6, divides_dense=True, needs_transform=True),
     "expert": AxisTraits(mesh_place=4, divides_experts=True, needs_transform=True),
     "expert_tensor": AxisTraits(mesh_place=5, divides_experts=True, needs_transform=True),
@@ -83,7 +99,9 @@ def axes_with(**traits: bool) -> tuple[str, ...]:
         ('replicate', 'shard')
     """
     return tuple(
-        name for name, row in TRAITS.items() if all(getattr(row, trait) is value for trait, value in traits.items())
+        name
+        for name, row in TRAITS.items()
+        if all(getattr(row, trait) is value for trait, value in traits.items())
     )
 
 
@@ -124,7 +142,9 @@ class Axes:
         received = "Received: " + ", ".join(f"{name}={value!r}" for name, value in wanted.items())
         open_axes = [name for name, value in wanted.items() if value == -1]
         if any(value < -1 or value == 0 for value in wanted.values()) or len(open_axes) > 1:
-            raise ValueError(f"Expected degrees that are integers >= 1, at most one of them -1. {received}.")
+            raise ValueError(
+                f"Expected degrees that are integers >= 1, at most one of them -1. {received}."
+            )
         for name in open_axes:
             fixed = -prod(wanted.values())
             if world_size % fixed:
@@ -179,7 +199,12 @@ class Axes:
         names = [name for name in MESH_ORDER if name in named]
         coordinate = self.coordinate(rank)
         base = rank - sum(coordinate[name] * self.strides[name] for name in names)
-        places = product(*(range(0, self.degrees[name] * self.strides[name], self.strides[name]) for name in names))
+        places = product(
+            *(
+                range(0, self.degrees[name] * self.strides[name], self.strides[name])
+                for name in names
+            )
+        )
         return [base + sum(offsets) for offsets in places]
 
     def share(self, size: int, *axes: str, what: str) -> int:
@@ -209,5 +234,7 @@ class Axes:
 
 def _check_name(name: str) -> str:
     if name not in AXES:
-        raise ValueError(f"Expected an axis out of {list(AXES)}. Received: {name!r}.{did_you_mean(name, AXES)}")
+        raise ValueError(
+            f"Expected an axis out of {list(AXES)}. Received: {name!r}.{did_you_mean(name, AXES)}"
+        )
     return name

@@ -26,7 +26,9 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[s
         for path, block in _repeated(model, ""):
             paths.setdefault(block, path)  # several lists may share a layer
         return {path: block for block, path in paths.items()}
-    found = {n: m for n, m in model.named_modules() if n and (n in wanted or type(m).__name__ in wanted)}
+    found = {
+        n: m for n, m in model.named_modules() if n and (n in wanted or type(m).__name__ in wanted)
+    }
     seen = {*found, *(type(module).__name__ for module in found.values())}
     missing = [name for name in wanted if name not in seen]
     if missing:
@@ -75,15 +77,22 @@ def _apart(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
     Tied weights, and layers that several blocks share, are gathered with the rest of the model.
     """
-    uses, paths = _uses(model), Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    uses, paths = (
+        _uses(model),
+        Counter(id(module) for _, module in model.named_modules(remove_duplicate=False)),
+    )
     return [
-        block for block in blocks if all(uses[key] == count * paths[id(block)] for key, count in _uses(block).items())
+        block
+        for block in blocks
+        if all(uses[key] == count * paths[id(block)] for key, count in _uses(block).items())
     ]
 
 
 def _uses(module: nn.Module) -> Counter[int]:
     """Return under how many names a module has each parameter."""
-    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    return Counter(
+        id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)
+    )
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -126,7 +135,9 @@ class UseBesideForward:
         is_canonical: Whether gradients are added in one order, which leaves that of the shard itself out: an error then.
     """
 
-    __torch_unserializable__ = True  # else torch warns of the hook where a program pickles a parameter
+    __torch_unserializable__ = (
+        True  # else torch warns of the hook where a program pickles a parameter
+    )
 
     def __init__(self, is_canonical: bool) -> None:
         self._is_canonical = is_canonical
@@ -149,7 +160,9 @@ class UseBesideForward:
         hook = cls(is_canonical)
         for parameter in parameters:
             hooks: Any = parameter._backward_hooks or {}
-            if parameter.requires_grad and not any(isinstance(each, cls) for each in hooks.values()):
+            if parameter.requires_grad and not any(
+                isinstance(each, cls) for each in hooks.values()
+            ):
                 parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
 

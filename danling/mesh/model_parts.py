@@ -84,7 +84,11 @@ class ModelParts(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state of all parts."""
-        return {name: value for part in self.parts for name, value in part.state_dict(*args, **kwargs).items()}
+        return {
+            name: value
+            for part in self.parts
+            for name, value in part.state_dict(*args, **kwargs).items()
+        }
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> object:
         """Load each part's share; names that belong to none of them are not looked at."""
@@ -115,7 +119,9 @@ def _leave(*args: Any, **kwargs: Any) -> Any:
     raise _ModelCalled(args, tuple(kwargs))
 
 
-def choose_parts(model: nn.Module, num_parts: int, listed: Sequence[Sequence[str]] | None = None) -> list[list[str]]:
+def choose_parts(
+    model: nn.Module, num_parts: int, listed: Sequence[Sequence[str]] | None = None
+) -> list[list[str]]:
     """Return the module names of each part: as listed, as the model's `pipeline_modules(num_parts)` says, or dealt out evenly.
 
     What is no division of the model is refused.
@@ -180,7 +186,10 @@ def _check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
     def is_in_part(path: str) -> bool:
         return any(f"{path}.".startswith(f"{name}.") for name in listed)
 
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
     loose = [name for name, _ in tensors if not is_in_part(name)]
     for path, module in modules.items():
         is_holder = any(name.startswith(f"{path}.") for name in listed)
@@ -193,7 +202,9 @@ def _check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
         )
     owners: dict[int, tuple[int, str]] = {}
     for index, part in enumerate(parts):
-        for path, parameter in ((f"{root}.{n}", p) for root in part for n, p in modules[root].named_parameters()):
+        for path, parameter in (
+            (f"{root}.{n}", p) for root in part for n, p in modules[root].named_parameters()
+        ):
             before, name = owners.setdefault(id(parameter), (index, path))
             if before != index:
                 raise ValueError(
@@ -241,7 +252,9 @@ class copied_buffers:
         modules = [module for module in self.model.modules() if module._buffers]
         self.before = [(module, dict(module._buffers)) for module in modules]
         for module, buffers in self.before:
-            module._buffers.update({name: value if value is None else value.clone() for name, value in buffers.items()})
+            module._buffers.update(
+                {name: value if value is None else value.clone() for name, value in buffers.items()}
+            )
 
     def __exit__(self, *_: object) -> None:
         for module, buffers in self.before:
@@ -257,7 +270,10 @@ def check_meta(model: nn.Module) -> None:
     """Raise where a part of a model is on the meta device and another has weights, which its initialisation would overwrite."""
     places = {
         tensor.is_meta: name
-        for name, tensor in (*model.named_buffers(remove_duplicate=False), *model.named_parameters())
+        for name, tensor in (
+            *model.named_buffers(remove_duplicate=False),
+            *model.named_parameters(),
+        )
     }
     if len(places) > 1:
         raise ValueError(
@@ -289,7 +305,9 @@ def recompute_blocks(part: nn.Module, blocks: Iterable[nn.Module], *, compiled: 
         return checkpoint_wrapper(block, context_fn=lambda: (nullcontext(), copied_buffers(block)))
 
     chosen = {id(block) for block in blocks}
-    apply_activation_checkpointing(part, checkpoint_wrapper_fn=wrapped, check_fn=lambda module: id(module) in chosen)
+    apply_activation_checkpointing(
+        part, checkpoint_wrapper_fn=wrapped, check_fn=lambda module: id(module) in chosen
+    )
 
 
 def recomputes(parts: Iterable[nn.Module]) -> bool:

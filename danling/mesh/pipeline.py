@@ -34,7 +34,15 @@ if TYPE_CHECKING:
 V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 """Schedules whose ranks hold a stage from the front and one from the back."""
 
-_NAMES = ("1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble")
+_NAMES = (
+    "1F1B",
+    "DualPipeV",
+    "GPipe",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "LoopedBFS",
+    "ZBVZeroBubble",
+)
 
 
 def stages_of_rank(schedule: Any, *, rank: int, size: int, num_stages: int) -> list[int]:
@@ -84,7 +92,9 @@ class StagePlan:
             return cls(kind)
         number = listed or (1 if issubclass(kind, PipelineScheduleSingle) else 2) * size
         place = axes.index("pipeline", rank=rank)
-        return cls(kind, number, tuple(stages_of_rank(kind, rank=place, size=size, num_stages=number)))
+        return cls(
+            kind, number, tuple(stages_of_rank(kind, rank=place, size=size, num_stages=number))
+        )
 
     @property
     def has_first(self) -> bool:
@@ -129,7 +139,9 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         # The order of the chunks is that of the schedule, which must not change what they draw.
-        seed_streams(mix_seed(mix_seed(self.pipeline.key, self.stage_index), fwd_chunk_id), self.device)
+        seed_streams(
+            mix_seed(mix_seed(self.pipeline.key, self.stage_index), fwd_chunk_id), self.device
+        )
         is_real = fwd_chunk_id < self.pipeline.cut.real
         with nullcontext() if is_real else copied_buffers(self.submod):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -151,7 +163,9 @@ class Pipeline:
     shape and one mode.
     """
 
-    def __init__(self, runner: ParallelRunner, keys: RandomKeys, parts: Sequence[nn.Module], schedule: Any) -> None:
+    def __init__(
+        self, runner: ParallelRunner, keys: RandomKeys, parts: Sequence[nn.Module], schedule: Any
+    ) -> None:
         settings = runner.config.parallel
         self.plan = plan = runner.stage_plan
         self.parts = list(parts)
@@ -200,7 +214,10 @@ class Pipeline:
         signature = None
         samples = _REFUSED
         if args:
-            signature, samples = tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args), args[0].shape[0]
+            signature, samples = (
+                tuple((tuple(arg.shape[1:]), arg.dtype) for arg in args),
+                args[0].shape[0],
+            )
         known = self._signatures.index(signature) if signature in self._signatures else -1
         header = self.domain.broadcast(
             torch.tensor([samples, known, self._keys.key]), source=self.rank_of_stage[0]
@@ -211,7 +228,9 @@ class Pipeline:
             raise inputs if isinstance(inputs, Exception) else ValueError(text)
         cut = self.cut_of(samples)
         if self._known < 0:
-            self._signatures.append(self.domain.broadcast_object(signature, source=self.rank_of_stage[0]))
+            self._signatures.append(
+                self.domain.broadcast_object(signature, source=self.rank_of_stage[0])
+            )
             self._known = len(self._signatures) - 1
         self._args, self.cut = args, cut
         return cut
@@ -221,7 +240,10 @@ class Pipeline:
         leaves, spec = pytree.tree_flatten(dict(values) if isinstance(values, Mapping) else values)
         size = cut.size
         parts = [
-            [leaf[i * size : (i + 1) * size] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves]
+            [
+                leaf[i * size : (i + 1) * size] if isinstance(leaf, Tensor) and leaf.ndim else leaf
+                for leaf in leaves
+            ]
             for i in range(cut.real)
         ]
         return [pytree.tree_unflatten(part, spec) for part in parts]
@@ -248,7 +270,9 @@ class Pipeline:
         cut, args = self.cut, self._args
         missing = (cut.number - cut.real) * cut.size
         if missing and args:
-            args = tuple(torch.cat([arg, *([arg[: cut.size]] * (cut.number - cut.real))]) for arg in args)
+            args = tuple(
+                torch.cat([arg, *([arg[: cut.size]] * (cut.number - cut.real))]) for arg in args
+            )
         options: dict[str, Any] = {}
         if self.plan.has_last:
             # The place of each micro-batch goes in as its target, so that targets and weights of any shape can be looked up.
@@ -257,7 +281,9 @@ class Pipeline:
         seed_streams(mix_seed(self.key, self.plan.number), self.device)
         if output is None or not missing:
             return output
-        return pytree.tree_map(lambda value: value[:-missing] if isinstance(value, Tensor) else value, output)
+        return pytree.tree_map(
+            lambda value: value[:-missing] if isinstance(value, Tensor) else value, output
+        )
 
     def _call_loss(self, output: Tensor, place: Tensor) -> Tensor:
         # An evaluation asks for a loss that nothing reads.
@@ -279,18 +305,30 @@ class Pipeline:
             self._shapes[self._known] = self._find_shapes()
         stages = [
             self._build_stage(part, index, inputs, outputs, train)
-            for part, index, (inputs, outputs) in zip(self.parts, self.plan.indices, self._shapes[self._known])
+            for part, index, (inputs, outputs) in zip(
+                self.parts, self.plan.indices, self._shapes[self._known]
+            )
         ]
         single = issubclass(self.schedule, PipelineScheduleSingle)
         # Gradients are scaled by the window, once an update.
         return self.schedule(
-            stages[0] if single else stages, self.cut.number, loss_fn=self._call_loss, scale_grads=False
+            stages[0] if single else stages,
+            self.cut.number,
+            loss_fn=self._call_loss,
+            scale_grads=False,
         )
 
-    def _build_stage(self, part: nn.Module, index: int, inputs: object, outputs: object, train: bool) -> PipelineStage:
+    def _build_stage(
+        self, part: nn.Module, index: int, inputs: object, outputs: object, train: bool
+    ) -> PipelineStage:
         def example(shapes: Any) -> tuple[Tensor, ...]:
             return tuple(
-                torch.empty((self.cut.size, *shape), dtype=dtype, device="meta", requires_grad=train and grad)
+                torch.empty(
+                    (self.cut.size, *shape),
+                    dtype=dtype,
+                    device="meta",
+                    requires_grad=train and grad,
+                )
                 for shape, dtype, grad in shapes
             )
 
@@ -315,7 +353,9 @@ class Pipeline:
             answer: Any = None
             if stage in self.plan.indices:
                 try:
-                    answer = self._shapes_after(self.parts[self.plan.indices.index(stage)], stage, shapes)
+                    answer = self._shapes_after(
+                        self.parts[self.plan.indices.index(stage)], stage, shapes
+                    )
                     found[stage] = (shapes, answer)
                 except Exception as error:
                     # The other ranks wait for this stage's answer, and learn why there is none.
@@ -335,14 +375,23 @@ class Pipeline:
             args = tuple(arg[: self.cut.size] for arg in self._args)
         else:
             args = tuple(
-                torch.zeros((self.cut.size, *shape), dtype=dtype, device=self.device) for shape, dtype, _ in shapes
+                torch.zeros((self.cut.size, *shape), dtype=dtype, device=self.device)
+                for shape, dtype, _ in shapes
             )
         with torch.no_grad(), copied_buffers(part):
             outputs = part(*args)
         found = outputs if isinstance(outputs, tuple) else (outputs,)
         for output in found:
-            if not isinstance(output, Tensor) or not output.ndim or output.shape[0] != self.cut.size:
-                received = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            if (
+                not isinstance(output, Tensor)
+                or not output.ndim
+                or output.shape[0] != self.cut.size
+            ):
+                received = (
+                    f"shape {tuple(output.shape)}"
+                    if isinstance(output, Tensor)
+                    else type(output).__name__
+                )
                 raise ValueError(
                     f"Expected stage {stage} of {self.plan.number} to return tensors with samples in dimension "
                     f"0, {self.cut.size} here. Received: {received}. Cut the model where tensors pass."

@@ -72,17 +72,28 @@ class MeshPreparation(ModelPreparation):
         if self.topology.degree(*axes_with(cuts_modules=True)) == 1:
             return None
         mine = {name: parameter.requires_grad for name, parameter in named}
-        return {name: value for part in self.pipeline.gather_objects(mine) for name, value in part.items()}
+        return {
+            name: value
+            for part in self.pipeline.gather_objects(mine)
+            for name, value in part.items()
+        }
 
     @contextmanager
     def whole_weights(self, model: nn.Module, *, modify: bool) -> Iterator[None]:
         """Replace divided parameters by whole, plain ones; on exit the own ones are put back."""
         reshard(model)
         full: dict[nn.Parameter, nn.Parameter] = {}
-        owners = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        owners = [
+            (m, name, p)
+            for m in model.modules()
+            for name, p in m._parameters.items()
+            if p is not None
+        ]
         for module, name, own in owners:
             if own not in full:
-                full[own] = nn.Parameter(whole(own.detach()), own.requires_grad) if is_sharded(own) else own
+                full[own] = (
+                    nn.Parameter(whole(own.detach()), own.requires_grad) if is_sharded(own) else own
+                )
             # Not by `setattr`, which modules of FSDP override.
             module._parameters[name] = full[own]
         try:
@@ -144,8 +155,14 @@ def initialize_weights(part: nn.Module, topology: Topology, *, seed: int, number
     Each coordinate, and each part of a rank by its `number`, draws from its own streams; copies are made equal afterwards.
     """
     # The seeds of a run depend on this order: modules first, then pieces of tensors.
-    axes = [axis for cut in (True, False) for axis in axes_with(divides_parameters=True, cuts_modules=cut)]
-    own_seed = derive_seed(seed, "initialization", *(topology.coordinate[axis] for axis in axes), number)
+    axes = [
+        axis
+        for cut in (True, False)
+        for axis in axes_with(divides_parameters=True, cuts_modules=cut)
+    ]
+    own_seed = derive_seed(
+        seed, "initialization", *(topology.coordinate[axis] for axis in axes), number
+    )
     with preserved_streams(topology.device), torch.no_grad():
         seed_streams(own_seed, topology.device)
         whole = getattr(part, "init_weights", None)
@@ -153,7 +170,11 @@ def initialize_weights(part: nn.Module, topology: Topology, *, seed: int, number
             whole()
             return
         owners = {name: m for name, m in part.named_modules() if m._parameters or m._buffers}
-        silent = [name or type(m).__name__ for name, m in owners.items() if not hasattr(m, "reset_parameters")]
+        silent = [
+            name or type(m).__name__
+            for name, m in owners.items()
+            if not hasattr(m, "reset_parameters")
+        ]
         if silent:
             raise ValueError(
                 f"Expected a model that was built on the meta device to have `init_weights()`, or `reset_parameters()` on every module "
@@ -163,7 +184,9 @@ def initialize_weights(part: nn.Module, topology: Topology, *, seed: int, number
             module.reset_parameters()
 
 
-def initialize_all(part: nn.Module, topology: Topology, initialize: Callable[[], object], *, loads: bool) -> None:
+def initialize_all(
+    part: nn.Module, topology: Topology, initialize: Callable[[], object], *, loads: bool
+) -> None:
     """Initialise a part that has just got its memory, and refuse tensors that stay unwritten. Call on all ranks.
 
     Memory is filled before, and what is found unchanged after the initialisation is filled otherwise and initialised once more: only what
@@ -180,19 +203,26 @@ def initialize_all(part: nn.Module, topology: Topology, initialize: Callable[[],
     tensors = {
         canonical_name(name): local_part(tensor.detach())
         for name, tensor in (*part.named_parameters(), *part.named_buffers())
-        if name not in saved and not any(topology.coordinate[axis] for axis in copied_axes(topology, tensor))
+        if name not in saved
+        and not any(topology.coordinate[axis] for axis in copied_axes(topology, tensor))
     }
     plain = {
-        name: tensor for name, tensor in tensors.items() if type(tensor) is Tensor and tensor.layout is torch.strided
+        name: tensor
+        for name, tensor in tensors.items()
+        if type(tensor) is Tensor and tensor.layout is torch.strided
     }
     _fill(plain, 0)
     initialize()
-    unchanged = {name: mask for name, tensor in plain.items() if (mask := _is_filled(tensor, 0)).any()}
+    unchanged = {
+        name: mask for name, tensor in plain.items() if (mask := _is_filled(tensor, 0)).any()
+    }
     if not any(world.gather_objects(bool(unchanged))):
         return
     _fill({name: plain[name] for name in unchanged}, 1)
     initialize()
-    unwritten = [name for name, mask in unchanged.items() if (mask & _is_filled(plain[name], 1)).any()]
+    unwritten = [
+        name for name, mask in unchanged.items() if (mask & _is_filled(plain[name], 1)).any()
+    ]
     names = list(dict.fromkeys(name for found in world.gather_objects(unwritten) for name in found))
     if names:
         raise ValueError(
@@ -201,7 +231,11 @@ def initialize_all(part: nn.Module, topology: Topology, initialize: Callable[[],
         )
 
 
-_FILLINGS: Mapping[str, tuple[Any, Any]] = {"float": (torch.nan, 0.0), "bool": (True, False), "int": (93, 41)}
+_FILLINGS: Mapping[str, tuple[Any, Any]] = {
+    "float": (torch.nan, 0.0),
+    "bool": (True, False),
+    "int": (93, 41),
+}
 
 
 def _filling_of(tensor: Tensor, number: int) -> Any:
@@ -217,7 +251,9 @@ def _fill(tensors: Mapping[str, Tensor], number: int) -> None:
 
 
 def _is_filled(tensor: Tensor, number: int) -> Tensor:
-    value = tensor.float() if tensor.is_floating_point() else tensor  # eight bits have no comparisons
+    value = (
+        tensor.float() if tensor.is_floating_point() else tensor
+    )  # eight bits have no comparisons
     filling = _filling_of(tensor, number)
     return value != value if filling != filling else value == filling
 
@@ -246,7 +282,9 @@ class MeshForward(EvaluationForward):
 
     def infer(self, data: object) -> Any:
         pipeline = self.runner.pipeline
-        return whole_tensors(super().infer(data) if pipeline is None else self._through_stages(pipeline, data))
+        return whole_tensors(
+            super().infer(data) if pipeline is None else self._through_stages(pipeline, data)
+        )
 
     def _through_stages(self, pipeline: Pipeline, data: object) -> Any:
         pipeline.open(unpack_batch(data)[0] if self.runner.stage_plan.has_first else None)
@@ -255,20 +293,26 @@ class MeshForward(EvaluationForward):
 
     def counted(self, predictions: list[Any]) -> list[Any]:
         """Return the predictions of a batch on the ranks with the last stage; the others have made none."""
-        return predictions if self.runner.pipeline is None or self.runner.stage_plan.has_last else []
+        return (
+            predictions if self.runner.pipeline is None or self.runner.stage_plan.has_last else []
+        )
 
     def shared(self, predictions: list[Any]) -> list[Any]:
         """Return the predictions of a split on all stages, from the rank with the last one."""
         pipeline = self.runner.pipeline
         if pipeline is None:
             return predictions
-        gathered: list[Any] = pipeline.domain.broadcast_object(predictions, source=pipeline.last_rank)
+        gathered: list[Any] = pipeline.domain.broadcast_object(
+            predictions, source=pipeline.last_rank
+        )
         return gathered
 
 
 def whole_tensors(pred: object) -> Any:
     """Return a prediction whose tensors are whole on this rank."""
-    return torch.utils._pytree.tree_map(lambda value: whole(value) if isinstance(value, Tensor) else value, pred)
+    return torch.utils._pytree.tree_map(
+        lambda value: whole(value) if isinstance(value, Tensor) else value, pred
+    )
 
 
 def rebind_optimizer(
@@ -321,7 +365,13 @@ class ShardedModelStates(ModelStates):
 
     def paths(self) -> list[str]:
         # An entry of checkpoint.exclude_from_loading may name a layer of another stage.
-        return sorted({path for paths in self.runner.pipeline_domain.gather_objects(super().paths()) for path in paths})
+        return sorted(
+            {
+                path
+                for paths in self.runner.pipeline_domain.gather_objects(super().paths())
+                for path in paths
+            }
+        )
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         super().load_model(self._share_of(state, self.model_state()), partial=partial)
@@ -367,16 +417,26 @@ class ShardedModelStates(ModelStates):
             template["optimizer"] = {"state": dict(self.runner.named_parameters())}
         return template
 
-    def _share_of(self, state: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
+    def _share_of(
+        self, state: Mapping[str, object], here: Mapping[str, object]
+    ) -> dict[str, object]:
         """Return the entries of a whole model that this rank holds, laid out as they are here; names that no rank holds stay."""
-        elsewhere = set().union(*self.runner.pipeline_domain.gather_objects(set(here))) - here.keys()
-        return {name: laid_out(value, here.get(name)) for name, value in state.items() if name not in elsewhere}
+        elsewhere = (
+            set().union(*self.runner.pipeline_domain.gather_objects(set(here))) - here.keys()
+        )
+        return {
+            name: laid_out(value, here.get(name))
+            for name, value in state.items()
+            if name not in elsewhere
+        }
 
     def _whole_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         """Return the names of the parameters of each group on all ranks of the pipeline together."""
         mine = [list(group["params"]) for group in groups]
         parts = self.runner.pipeline_domain.gather_objects(mine)
-        return [sorted({name for part in parts for name in part[index]}) for index in range(len(mine))]
+        return [
+            sorted({name for part in parts for name in part[index]}) for index in range(len(mine))
+        ]
 
 
 def group_of(stored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, object]:

@@ -46,7 +46,9 @@ def divided_axes(tensor: Tensor) -> tuple[str, ...]:
     sharded: Any = tensor
     names = sharded.device_mesh.mesh_dim_names
     # Not `is_shard()`: it is false for the strided shards of FSDP over tensor parallelism.
-    return tuple(n for n, p in zip(names, sharded.placements) if not p.is_replicate() and not p.is_partial())
+    return tuple(
+        n for n, p in zip(names, sharded.placements) if not p.is_replicate() and not p.is_partial()
+    )
 
 
 def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
@@ -58,7 +60,9 @@ def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
 def copied_axes(topology: Topology, tensor: Tensor) -> tuple[str, ...]:
     """Return the axes whose ranks share a tensor, or this rank's part of it."""
     divided = divided_axes(tensor)
-    return tuple(axis for axis in topology.active(*axes_with(cuts_modules=False)) if axis not in divided)
+    return tuple(
+        axis for axis in topology.active(*axes_with(cuts_modules=False)) if axis not in divided
+    )
 
 
 @torch.no_grad()
@@ -90,7 +94,8 @@ def equalize_built(topology: Topology, model: nn.Module, *, before_cut: bool = F
     tensors = [
         tensor
         for tensor in (*model.parameters(), *model.buffers())
-        if has_strided_values(tensor) and type(local_part(tensor)).__torch_dispatch__ is Tensor.__torch_dispatch__
+        if has_strided_values(tensor)
+        and type(local_part(tensor)).__torch_dispatch__ is Tensor.__torch_dispatch__
     ]
     if not before_cut:
         equalize(topology, tensors)
@@ -118,7 +123,10 @@ def check_built_alike(topology: Topology, model: nn.Module, *, before_cut: bool)
         before_cut: Whether all stages have it as a whole.
     """
     named = (*model.named_parameters(), *model.named_buffers())
-    own = [f"{name} {tuple(t.shape)} {'on the meta device' if t.is_meta else t.dtype}" for name, t in named]
+    own = [
+        f"{name} {tuple(t.shape)} {'on the meta device' if t.is_meta else t.dtype}"
+        for name, t in named
+    ]
     axes = ("replicate", "shard", "context", *(axes_with(cuts_modules=True) if before_cut else ()))
     domain = topology.domain(*topology.active(*axes))
     # A digest first: the lists of many ranks with many experts take gigabytes.
@@ -137,7 +145,11 @@ def check_built_alike(topology: Topology, model: nn.Module, *, before_cut: bool)
 
 def _open_sum(grad: Any, parameter: Any) -> int | None:
     """Return the one mesh dimension along which a gradient is a sum still to be made, else `None`."""
-    dims = [i for i, (own, wanted) in enumerate(zip(grad.placements, parameter.placements)) if own != wanted]
+    dims = [
+        i
+        for i, (own, wanted) in enumerate(zip(grad.placements, parameter.placements))
+        if own != wanted
+    ]
     if len(dims) != 1 or grad.device_mesh != parameter.device_mesh:
         return None
     own, wanted = grad.placements[dims[0]], parameter.placements[dims[0]]
@@ -161,7 +173,9 @@ class MeshReduction(GradientReduction):
         syncs = self.topology.degree("shard") > 1 and runner.pipeline is None
         self.gradient_sync = runner.config.fsdp.gradient_sync if syncs else None
         self.order = runner.preparation.order
-        holders = [holder for holder in (runner.model, runner.criterion) if isinstance(holder, nn.Module)]
+        holders = [
+            holder for holder in (runner.model, runner.criterion) if isinstance(holder, nn.Module)
+        ]
         self._has_buffers = any(next(holder.buffers(), None) is not None for holder in holders)
         self._noted: tuple[list[nn.Parameter], int] | None = None
         self._copies: dict[nn.Parameter, int] = {}
@@ -190,7 +204,9 @@ class MeshReduction(GradientReduction):
         if self._noted is None or self._noted[0] is not parameters or self._noted[1] != trained:
             self._noted, own = (parameters, trained), dict.fromkeys(parameters)
             degrees, cut, axes = self.topology.axes, axes_with(cuts_modules=True), self._axes_to_sum
-            self._copies = {p: degrees.world_size // degrees.degree(*cut, *divided_axes(p)) for p in own}
+            self._copies = {
+                p: degrees.world_size // degrees.degree(*cut, *divided_axes(p)) for p in own
+            }
             self._places = [] if self.order is None else self.order.places_of(own)
             self._buckets = bucketed((p for p in own if p.requires_grad and axes(p)), axes)
         return self._copies
@@ -199,7 +215,11 @@ class MeshReduction(GradientReduction):
         # FSDP sums over its own mesh, which is the one with `shard`.
         axes = mesh_axes(parameter)
         reduced = axes if "shard" in axes else ()
-        return tuple(axis for axis in self.topology.active(*axes_with(sums_gradient=True)) if axis not in reduced)
+        return tuple(
+            axis
+            for axis in self.topology.active(*axes_with(sums_gradient=True))
+            if axis not in reduced
+        )
 
     def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Tell FSDP2 whether to reduce the gradients of this micro-batch, and return the context of its loss."""
@@ -232,9 +252,14 @@ class MeshReduction(GradientReduction):
         for parameters in self._buckets:
             # How many ranks have a gradient travels with the gradients.
             present = torch.tensor([float(p.grad is not None) for p in parameters])
-            pieces = [torch.zeros_like(local_part(p)) if p.grad is None else local_part(p.grad) for p in parameters]
+            pieces = [
+                torch.zeros_like(local_part(p)) if p.grad is None else local_part(p.grad)
+                for p in parameters
+            ]
             dtype, device = pieces[0].dtype, pieces[0].device
-            flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present.to(device=device, dtype=dtype)])
+            flat = torch.cat(
+                [*(piece.reshape(-1) for piece in pieces), present.to(device=device, dtype=dtype)]
+            )
             self.topology.domain(*self._axes_to_sum(parameters[0])).all_reduce(flat)
             if any(p.grad is None for p in parameters):
                 # Only then: the host waits for the numbers.
@@ -242,7 +267,13 @@ class MeshReduction(GradientReduction):
                 for parameter, count in zip(parameters, counts):
                     if parameter.grad is None and count:
                         parameter.grad = torch.zeros_like(parameter)
-            scatter(flat, [piece if p.grad is None else local_part(p.grad) for p, piece in zip(parameters, pieces)])
+            scatter(
+                flat,
+                [
+                    piece if p.grad is None else local_part(p.grad)
+                    for p, piece in zip(parameters, pieces)
+                ],
+            )
 
     def _complete_units(self) -> None:
         if self.order is not None and self.copies:
@@ -252,7 +283,9 @@ class MeshReduction(GradientReduction):
         # Tensor parallelism may leave sums that are still to be made, such as those of norms between stretches of a sequence. They are
         # made together; a gradient that is placed differently for another reason is moved by itself.
         waiting: dict[Any, list[Any]] = {}
-        sharded: list[Any] = [p for p in parameters if p.grad is not None and is_sharded(p.grad) and is_sharded(p)]
+        sharded: list[Any] = [
+            p for p in parameters if p.grad is not None and is_sharded(p.grad) and is_sharded(p)
+        ]
         for parameter in sharded:
             grad = parameter.grad
             if grad.placements == parameter.placements:
@@ -276,7 +309,9 @@ class MeshReduction(GradientReduction):
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
         gradients = self.held()
         if self.scaler is not None:
-            scale = self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.topology.device))
+            scale = self.scaler.scale(
+                torch.ones((), dtype=torch.float64, device=self.topology.device)
+            )
             scale_gradients(gradients, scale.reciprocal())
         scale_gradients(gradients, factor)
         return gradients
@@ -289,11 +324,20 @@ class MeshReduction(GradientReduction):
         """
         total = torch.zeros((), dtype=torch.float64, device=self.topology.device)
         if held := self.held():
-            shared = [1.0 / number for parameter, number in self.copies.items() if parameter.grad is not None]
-            squares = torch.stack([n.to(total.device, torch.float64) for n in torch._foreach_norm(held)]).square_()
+            shared = [
+                1.0 / number
+                for parameter, number in self.copies.items()
+                if parameter.grad is not None
+            ]
+            squares = torch.stack(
+                [n.to(total.device, torch.float64) for n in torch._foreach_norm(held)]
+            ).square_()
             if self._shared != shared:
                 # Once in a pass, and again where a parameter has a gradient for the first time.
-                self._shared, self._shares = shared, sent(torch.tensor(shared, dtype=torch.float64), total.device)
+                self._shared, self._shares = (
+                    shared,
+                    sent(torch.tensor(shared, dtype=torch.float64), total.device),
+                )
             total = (squares * self._shares).sum()
         norm = self.topology.optimizer.all_reduce(total).sqrt()
         if self.scaler is not None:
@@ -337,7 +381,9 @@ class CanonicalReduceScatter(ReduceScatter):
         ranks = group.size()
         trained = [p for p in self.parameters.values() if p.requires_grad]
         # FSDP2 leaves out parameters without a gradient, so that the buffer is shorter; it pads rows to a multiple of the ranks.
-        padded = sum(-(-p.shape[0] // ranks) * ranks * (p.numel() // max(p.shape[0], 1)) for p in trained)
+        padded = sum(
+            -(-p.shape[0] // ranks) * ranks * (p.numel() // max(p.shape[0], 1)) for p in trained
+        )
         if input_tensor.numel() != padded:
             raise self.without_gradient()
         received = torch.empty_like(input_tensor)
@@ -377,7 +423,9 @@ class CanonicalReduceScatter(ReduceScatter):
 def exchange_shards(model: nn.Module, sums: CanonicalSum) -> list[CanonicalReduceScatter]:
     """Let the modules that FSDP2 wraps add gradients in one order, and return what does it. Call on all ranks."""
     owners: dict[int, Any] = {}
-    for module in sharded_modules(model):  # outer ones come before inner ones, which own their parameters
+    for module in sharded_modules(
+        model
+    ):  # outer ones come before inner ones, which own their parameters
         owners.update({id(parameter): module for parameter in cast(nn.Module, module).parameters()})
     named: dict[Any, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -396,7 +444,12 @@ class CanonicalMeshReduction(MeshReduction):
 
     keeps_gradients = False
 
-    def __init__(self, runner: ParallelRunner, sums: CanonicalSum, exchanges: Sequence[CanonicalReduceScatter]) -> None:
+    def __init__(
+        self,
+        runner: ParallelRunner,
+        sums: CanonicalSum,
+        exchanges: Sequence[CanonicalReduceScatter],
+    ) -> None:
         super().__init__(runner)
         self.sums = sums
         self.exchanges = exchanges

@@ -9,7 +9,13 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _random
 
-from danling.distributed import Domain, LocalDomain, Placement, collective_timeout, set_collective_timeout
+from danling.distributed import (
+    Domain,
+    LocalDomain,
+    Placement,
+    collective_timeout,
+    set_collective_timeout,
+)
 
 from .axes import AXES, Axes, axes_with
 
@@ -50,7 +56,11 @@ class Topology:
     """
 
     def __init__(
-        self, degrees: Mapping[str, int], *, device: torch.device | None = None, mesh_device_type: str | None = None
+        self,
+        degrees: Mapping[str, int],
+        *,
+        device: torch.device | None = None,
+        mesh_device_type: str | None = None,
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         self.axes = Axes.resolve(degrees, world_size=dist.get_world_size() if distributed else 1)
@@ -60,7 +70,9 @@ class Topology:
         active = self.axes.active
         shape = tuple(self.axes.degrees[name] for name in active)
         kind = mesh_device_type or self.device.type
-        self._mesh: DeviceMesh | None = init_device_mesh(kind, shape, mesh_dim_names=active) if active else None
+        self._mesh: DeviceMesh | None = (
+            init_device_mesh(kind, shape, mesh_dim_names=active) if active else None
+        )
         if self._mesh is not None:
             _begin_random_tracker(self._mesh)
         self._flat: dict[tuple[str, ...], dist.ProcessGroup] = {}
@@ -123,7 +135,9 @@ class Topology:
         return [None, *self._axis_groups(), *self._flat.values()]
 
     def _axis_groups(self) -> list[dist.ProcessGroup]:
-        return [] if self._mesh is None else [self._mesh.get_group(name) for name in self.axes.active]
+        return (
+            [] if self._mesh is None else [self._mesh.get_group(name) for name in self.axes.active]
+        )
 
     def domain(self, *axes: str) -> Domain:
         """Return the domain of this rank over axes, without communication when all of them are 1. Call on all ranks."""
@@ -139,9 +153,13 @@ class Topology:
         """
         metrics = self.domain(*axes_with(counts_loss=True))
         self.group(*axes_with(sums_gradient=True))
-        counts_loss = has_loss and not any(self.coordinate[axis] for axis in axes_with(counts_loss=False))
+        counts_loss = has_loss and not any(
+            self.coordinate[axis] for axis in axes_with(counts_loss=False)
+        )
         # DTensor draws the noise of shards on an accelerator from equal seeds, and leaves that of shards on the CPU to each rank.
-        divided = axes_with(divides_dense=True, divides_experts=True) if self.device.type == "cpu" else ()
+        divided = (
+            axes_with(divides_dense=True, divides_experts=True) if self.device.type == "cpu" else ()
+        )
         return Placement(
             data=self.data,
             optimizer=self.optimizer,
@@ -149,7 +167,10 @@ class Topology:
             groups=self._groups,
             reads_data=reads_data,
             counts_loss=counts_loss,
-            counts_samples=counts_loss and not any(self.coordinate[axis] for axis in axes_with(sees_positions=True)),
-            forward_place=tuple(self.coordinate[axis] for axis in self.active(*axes_with(own_noise=True))),
+            counts_samples=counts_loss
+            and not any(self.coordinate[axis] for axis in axes_with(sees_positions=True)),
+            forward_place=tuple(
+                self.coordinate[axis] for axis in self.active(*axes_with(own_noise=True))
+            ),
             update_place=tuple(self.coordinate[axis] for axis in self.active(*divided)),
         )

@@ -108,7 +108,9 @@ class Unit:
     def _take_one_dtype(self) -> None:
         """Give all gradients the dtype of the reduction if some have it, which are of earlier micro-batches."""
         all_of_unit = self._group.fsdp_params
-        if self._group._reduce_dtype is None or all(each.unsharded_accumulated_grad is None for each in all_of_unit):
+        if self._group._reduce_dtype is None or all(
+            each.unsharded_accumulated_grad is None for each in all_of_unit
+        ):
             return
         for each in all_of_unit:
             if hasattr(each, "_unsharded_param"):
@@ -178,7 +180,9 @@ class UnitOrder(Observer):
         # Stages, and ranks with other experts, do not share units.
         axes = axes_with(divides_experts=True, reads_data=False)
         self._set, self._sets = topology.rank(*axes), topology.degree(*axes)
-        sizes = dict(self._domain.gather_objects((self._set, sum(len(unit.places) for unit in self.units))))
+        sizes = dict(
+            self._domain.gather_objects((self._set, sum(len(unit.places) for unit in self.units)))
+        )
         begin = sum(sizes[number] for number in range(self._set))
         self._mine = slice(begin, begin + sizes[self._set])
         self._all_used = torch.ones(sum(sizes.values()), dtype=torch.float64, device=self._device)
@@ -303,7 +307,9 @@ class UnitOrder(Observer):
                 "Another stage of the pipeline has run different modules on its ranks; see the error there."
             )
         doing: dict[str, list[int]] = {}
-        for rank, each in zip((rank for rank, (number, _) in enumerate(found) if number == self._set), lists):
+        for rank, each in zip(
+            (rank for rank, (number, _) in enumerate(found) if number == self._set), lists
+        ):
             doing.setdefault(each[place], []).append(rank)
         shown = "; ".join(f"{what} on ranks {ranks}" for what, ranks in doing.items())
         return UnitOrderError(

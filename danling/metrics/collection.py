@@ -20,7 +20,9 @@ from .meters import Meters
 _State = tuple[int, dict[str, Any]]
 _CPU = torch.device("cpu")
 # What the library saves or restores in another way, or torchmetrics computes again.
-_MANAGED = frozenset({"_update_count", "_computed", "_forward_cache", "_cache", "_to_sync", "training"})
+_MANAGED = frozenset(
+    {"_update_count", "_computed", "_forward_cache", "_cache", "_to_sync", "training"}
+)
 _LARGEST_ATTRIBUTE = 2**16
 _RANDOM_PREDICTIONS = 4
 """One alone may agree by chance with the mean over its halves."""
@@ -43,21 +45,32 @@ class MetricSet:
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         _check_names(metrics)
         for name, metric in metrics.items():
-            methods = all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
+            methods = all(
+                callable(getattr(metric, method, None)) for method in ("update", "compute", "reset")
+            )
             if inspect.isclass(metric) or not (methods or callable(metric)):
                 raise ValueError(
                     f"Expected metric {name!r} to be a callable (pred, target) or an object with update, compute and reset. Received: "
                     f"{metric!r} ({type(metric).__name__})."
                 )
-        self._functions = {name: metric for name, metric in metrics.items() if not hasattr(metric, "compute")}
-        self._objects = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
+        self._functions = {
+            name: metric for name, metric in metrics.items() if not hasattr(metric, "compute")
+        }
+        self._objects = {
+            name: metric for name, metric in metrics.items() if hasattr(metric, "compute")
+        }
         self._begun = {name: _attributes_of(metric) for name, metric in self._objects.items()}
         self._meters = Meters()
         self._has_seen = False
 
     @classmethod
     def wrap(
-        cls, metrics: object, *, domain: Domain | None = None, device: torch.device | None = None, exact: bool = False
+        cls,
+        metrics: object,
+        *,
+        domain: Domain | None = None,
+        device: torch.device | None = None,
+        exact: bool = False,
     ) -> MetricSet:
         """Return a `MetricSet` of whatever the user gave: `None`, one metric, or a mapping of metrics by name."""
         wrapped = metrics if isinstance(metrics, MetricSet) else cls(metrics_by_name(metrics))
@@ -95,8 +108,14 @@ class MetricSet:
             return
         self._has_seen = True
         for name, function in self._functions.items():
-            value = function(pred, target) if target is not None else _without_target(name, function, pred)
-            if target is None and (isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"):
+            value = (
+                function(pred, target)
+                if target is not None
+                else _without_target(name, function, pred)
+            )
+            if target is None and (
+                isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
+            ):
                 # `prediction == None` is False, and an array of it in NumPy.
                 raise _needs_target(name, f"which it compared, and returned {value!r}")
             total, weight = _as_totals(name, value, samples)
@@ -108,7 +127,9 @@ class MetricSet:
             else:
                 _without_target(name or "metrics", metric.update, pred)
 
-    def no_means(self, pred: Tensor, target: Tensor, *, draws: bool) -> dict[str, tuple[float, float]]:
+    def no_means(
+        self, pred: Tensor, target: Tensor, *, draws: bool
+    ) -> dict[str, tuple[float, float]]:
         """Return the callables that return a number which is no mean over samples, such as F1: that of a batch, and the mean of its halves.
 
         Each is called three times for a prediction.
@@ -123,7 +144,9 @@ class MetricSet:
         if draws and self._functions:
             tried += [(each, target[: len(each)]) for each in _random_predictions(pred)]
         # A mean in 16 bits is rounded.
-        is_short = any(each.is_floating_point() and each.element_size() < 4 for each in (pred, target))
+        is_short = any(
+            each.is_floating_point() and each.element_size() < 4 for each in (pred, target)
+        )
         tolerance = 1e-2 if is_short else 1e-3
         found: dict[str, tuple[float, float]] = {}
         for name, function in self._functions.items():
@@ -164,12 +187,19 @@ class MetricSet:
         """
         own = {
             name: {
-                part: {key: value for key, value in held.items() if not _is_same(value, begun.get(part, {}).get(key))}
+                part: {
+                    key: value
+                    for key, value in held.items()
+                    if not _is_same(value, begun.get(part, {}).get(key))
+                }
                 for part, held in _attributes_of(self._objects[name]).items()
             }
             for name, begun in self._begun.items()
         }
-        own = {name: {part: held for part, held in parts.items() if held} for name, parts in own.items()}
+        own = {
+            name: {part: held for part, held in parts.items() if held}
+            for name, parts in own.items()
+        }
         if domain is None or domain.size == 1:
             return own
         others = domain.gather_objects(own)
@@ -178,7 +208,10 @@ class MetricSet:
                 part: {
                     key: value
                     for key, value in held.items()
-                    if all(_is_same(value, other.get(name, {}).get(part, {}).get(key)) for other in others)
+                    if all(
+                        _is_same(value, other.get(name, {}).get(part, {}).get(key))
+                        for other in others
+                    )
                 }
                 for part, held in parts.items()
             }
@@ -193,9 +226,9 @@ class MetricSet:
                 for key, value in state.get(name, {}).get(path, {}).items():
                     if key not in held or not _is_attribute(part, key, held[key]):
                         continue
-                    if isinstance(value, Tensor) != isinstance(held[key], Tensor) or not _is_attribute(
-                        part, key, value
-                    ):
+                    if isinstance(value, Tensor) != isinstance(
+                        held[key], Tensor
+                    ) or not _is_attribute(part, key, value):
                         continue
                     device = held[key].device if isinstance(held[key], Tensor) else _CPU
                     setattr(part, key, _moved(value, device))
@@ -210,7 +243,12 @@ class MetricSet:
         for name, metric in self._objects.items():
             value = compute_metric(metric, domain, seen=self._has_seen)
             if value is not None:
-                result.update({".".join(part for part in path if part): v for path, v in _flat((name,), value)})
+                result.update(
+                    {
+                        ".".join(part for part in path if part): v
+                        for path, v in _flat((name,), value)
+                    }
+                )
         return result
 
 
@@ -234,7 +272,12 @@ def can_be_drawn(pred: object) -> bool:
     """Whether random predictions can take the place of one, of two samples at least."""
     if not isinstance(pred, Tensor) or not pred.is_floating_point():
         return False
-    return is_plain_tensor(pred) and has_strided_values(pred) and pred.ndim > 0 and _drawn_samples(pred) > 1
+    return (
+        is_plain_tensor(pred)
+        and has_strided_values(pred)
+        and pred.ndim > 0
+        and _drawn_samples(pred) > 1
+    )
 
 
 def _drawn_samples(pred: Tensor) -> int:
@@ -246,7 +289,9 @@ def _random_predictions(pred: Tensor) -> list[Tensor]:
     """Return random predictions of the first samples, the same on each call and rank; the streams of the run do not move."""
     shape = _drawn_samples(pred), *pred.shape[1:]
     generator = torch.Generator(_CPU).manual_seed(0)
-    drawn = [torch.rand(shape, generator=generator, device=_CPU) for _ in range(_RANDOM_PREDICTIONS)]
+    drawn = [
+        torch.rand(shape, generator=generator, device=_CPU) for _ in range(_RANDOM_PREDICTIONS)
+    ]
     return [each.to(device=pred.device, dtype=pred.dtype) for each in drawn]
 
 
@@ -276,7 +321,9 @@ class TrainMetrics(MetricSet):
 
     def __init__(self, metrics: MetricSet, names: bool | Sequence[str], meters: Meters) -> None:
         known = {**metrics._functions, **metrics._objects}
-        missing = [name for name in names if name not in known] if not isinstance(names, bool) else []
+        missing = (
+            [name for name in names if name not in known] if not isinstance(names, bool) else []
+        )
         if missing or not known:
             raise ValueError(
                 f"Expected train_metrics to name metrics of self.metrics, {sorted(known)}. Received: train_metrics={names!r}. Set "
@@ -284,7 +331,12 @@ class TrainMetrics(MetricSet):
             )
         chosen = {name: known[name] for name in (known if isinstance(names, bool) else names)}
         other = next(
-            (name for name, metric in chosen.items() if name in metrics._objects and not holders(metric)), None
+            (
+                name
+                for name, metric in chosen.items()
+                if name in metrics._objects and not holders(metric)
+            ),
+            None,
         )
         if other is not None:
             raise ValueError(
@@ -292,7 +344,10 @@ class TrainMetrics(MetricSet):
                 f"Received: {other!r}, a {type(chosen[other]).__name__}. Name the others in train_metrics."
             )
         super().__init__(
-            {name: copy.deepcopy(metric) if name in metrics._objects else metric for name, metric in chosen.items()}
+            {
+                name: copy.deepcopy(metric) if name in metrics._objects else metric
+                for name, metric in chosen.items()
+            }
         )
         self._meters = meters
         self.reset()
@@ -305,7 +360,10 @@ class TrainMetrics(MetricSet):
 
     def state_dict(self, domain: Domain | None = None) -> dict[str, Any]:
         """Return what the objects have seen on all members, as tensors and plain values. Call on all members."""
-        return {name: merged_state(metric, domain, seen=self._has_seen) for name, metric in self._objects.items()}
+        return {
+            name: merged_state(metric, domain, seen=self._has_seen)
+            for name, metric in self._objects.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, on one member; the others load an empty mapping."""
@@ -417,7 +475,11 @@ def holders(metric: object) -> dict[str, Any]:
     """Return the parts of a metric object that hold states, by name: itself, members of a collection, the metric in a wrapper."""
     if not isinstance(metric, nn.Module):
         return {}
-    return {name: part for name, part in metric.named_modules() if isinstance(getattr(part, "_reductions", None), dict)}
+    return {
+        name: part
+        for name, part in metric.named_modules()
+        if isinstance(getattr(part, "_reductions", None), dict)
+    }
 
 
 def _parts_of(metric: object) -> dict[str, Any]:
@@ -440,7 +502,11 @@ def _is_attribute(part: object, key: str, value: object) -> bool:
     if key in _MANAGED or key in getattr(part, "_defaults", ()):
         return False
     if isinstance(value, Tensor):
-        return type(value) is Tensor and value.layout == torch.strided and value.nbytes <= _LARGEST_ATTRIBUTE
+        return (
+            type(value) is Tensor
+            and value.layout == torch.strided
+            and value.nbytes <= _LARGEST_ATTRIBUTE
+        )
     return type(value) in (bool, int, float)
 
 
@@ -455,7 +521,14 @@ def _count_of(metric: object) -> object:
     if parts:
         return sum(part._update_count for part in parts.values())
     return tuple(
-        (key, value._version if isinstance(value, Tensor) else len(value) if hasattr(value, "__len__") else value)
+        (
+            key,
+            value._version
+            if isinstance(value, Tensor)
+            else len(value)
+            if hasattr(value, "__len__")
+            else value,
+        )
         for key, value in getattr(metric, "__dict__", {}).items()
         if isinstance(value, (Tensor, bool, int, float, list, dict))
     )
@@ -466,14 +539,25 @@ def compute_metric(metric: Any, domain: Domain | None, *, seen: bool) -> object:
     parts = holders(metric)
     several = domain if domain is not None and domain.size > 1 else None
     if not parts:
-        return _compute_merged(metric, several, seen) if several is not None else metric.compute() if seen else None
+        return (
+            _compute_merged(metric, several, seen)
+            if several is not None
+            else metric.compute()
+            if seen
+            else None
+        )
     owners = _owners(metric)
     members = {} if several is None else _states_of_all(owners, several, seen)
-    if not any(members.values() if several is not None else (_updates_of(part, seen) for part in owners.values())):
+    if not any(
+        members.values()
+        if several is not None
+        else (_updates_of(part, seen) for part in owners.values())
+    ):
         return None
     synced = [(part, part._to_sync, part._computed) for part in parts.values()]
     own = [
-        (part, part._update_count, {key: getattr(part, key) for key in part._reductions}) for part in owners.values()
+        (part, part._update_count, {key: getattr(part, key) for key in part._reductions})
+        for part in owners.values()
     ]
     try:
         for part in parts.values():
@@ -494,7 +578,9 @@ def _compute_merged(metric: Any, domain: Domain, seen: bool) -> object:
     if seen and hasattr(metric, "to"):
         # A tensor that was pickled on one accelerator would come back there on every rank.
         mine = copy.deepcopy(metric).to("cpu")
-    members = [member for member in domain.gather_objects((mine,) if seen else None) if member is not None]
+    members = [
+        member for member in domain.gather_objects((mine,) if seen else None) if member is not None
+    ]
     if not members:
         return None
     (first,), *others = members
@@ -519,7 +605,8 @@ def load_state(metric: Any, state: Mapping[str, Sequence[Any]]) -> None:
             # What several ranks have listed was merged into one tensor; more is appended to a list.
             lists = [key for key, default in part._defaults.items() if isinstance(default, list)]
             states = {
-                key: [value] if key in lists and isinstance(value, Tensor) else value for key, value in states.items()
+                key: [value] if key in lists and isinstance(value, Tensor) else value
+                for key, value in states.items()
             }
             _put(part, *_merged(part, [(count, states)]))
 
@@ -537,16 +624,23 @@ def _owners(metric: nn.Module) -> dict[str, Any]:
 
 def _updates_of(part: Any, seen: bool) -> int:
     """Return how many updates a part has had; at least 1 of one that does not count them, where the metric has had some."""
-    is_counted = hasattr(vars(part).get("update"), "__wrapped__")  # not of `torchmetrics.wrappers.Running`
+    is_counted = hasattr(
+        vars(part).get("update"), "__wrapped__"
+    )  # not of `torchmetrics.wrappers.Running`
     return int(part._update_count) or int(seen and not is_counted)
 
 
-def _states_of_all(owners: Mapping[str, Any], domain: Domain | None, seen: bool) -> dict[str, list[_State]]:
+def _states_of_all(
+    owners: Mapping[str, Any], domain: Domain | None, seen: bool
+) -> dict[str, list[_State]]:
     """Return the states of the members that have seen something, by part. Call on all members."""
     mine: dict[str, _State] = {}
     for name, part in owners.items():
         count = _updates_of(part, seen)
-        mine[name] = count, {key: _moved(getattr(part, key), _CPU) for key in part._reductions} if count else {}
+        mine[name] = (
+            count,
+            {key: _moved(getattr(part, key), _CPU) for key in part._reductions} if count else {},
+        )
     gathered = [mine] if domain is None else domain.gather_objects(mine)
     return {name: [states[name] for states in gathered if states[name][0]] for name in owners}
 
@@ -573,7 +667,8 @@ def _merged(part: Any, ranks: Sequence[_State]) -> tuple[int, dict[str, Any]]:
     merged = states[0]
     if len(states) > 1:
         merged = {
-            key: _reduced(reduction, [each[key] for each in states]) for key, reduction in part._reductions.items()
+            key: _reduced(reduction, [each[key] for each in states])
+            for key, reduction in part._reductions.items()
         }
     return sum(count for count, _ in ranks), _moved(merged, device)
 
@@ -586,7 +681,11 @@ def _reduced(reduction: Any, values: Sequence[Any]) -> object:
             return torch.cat([value.reshape(1) if value.ndim == 0 else value for value in values])
         joined = torch.stack(list(values))
     else:
-        joined = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+        joined = [
+            item
+            for value in values
+            for item in (value if isinstance(value, (list, tuple)) else [value])
+        ]
         if not joined:
             return joined
     return joined if reduction is None else reduction(joined)

@@ -48,7 +48,11 @@ def accuracy(
 def _class_dim(pred: Tensor, target: Tensor) -> int:
     if pred.ndim == 2 and pred.shape[:1] == target.shape and pred.shape[1] > 1:
         return 1
-    fitting = [d for d in sorted({1, pred.ndim - 1}) if (*pred.shape[:d], *pred.shape[d + 1 :]) == tuple(target.shape)]
+    fitting = [
+        d
+        for d in sorted({1, pred.ndim - 1})
+        if (*pred.shape[:d], *pred.shape[d + 1 :]) == tuple(target.shape)
+    ]
     if len(fitting) != 1 or pred.shape[fitting[0]] < 2:
         ways = "in two ways; pass dim" if len(fitting) > 1 else "in no way, or one class only"
         raise ValueError(
@@ -58,7 +62,9 @@ def _class_dim(pred: Tensor, target: Tensor) -> int:
     return fitting[0]
 
 
-def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+def top_k_accuracy(
+    pred: Tensor, target: Tensor, k: int = 5, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
     """Return `(number of targets among the k best scores, number counted)`.
 
     Args:
@@ -76,9 +82,13 @@ def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, ignore_index: int =
 
 def mean_squared_error(pred: Tensor, target: Tensor) -> tuple[Tensor, float]:
     """Return `(sum of squared errors, number of elements)`; `pred` takes the shape of `target`."""
-    return (pred.reshape(target.shape).double() - target.double()).square().sum(), float(target.numel())
+    return (pred.reshape(target.shape).double() - target.double()).square().sum(), float(
+        target.numel()
+    )
 
 
 def mean_absolute_error(pred: Tensor, target: Tensor) -> tuple[Tensor, float]:
     """Return `(sum of absolute errors, number of elements)`; `pred` takes the shape of `target`."""
-    return (pred.reshape(target.shape).double() - target.double()).abs().sum(), float(target.numel())
+    return (pred.reshape(target.shape).double() - target.double()).abs().sum(), float(
+        target.numel()
+    )

@@ -103,7 +103,9 @@ class Meters:
                 f"name, such as 'my_{name}'."
             )
         if isinstance(weight, Tensor):
-            sum = torch.where(weight != 0, torch.as_tensor(sum, dtype=torch.float64, device=weight.device), 0.0)
+            sum = torch.where(
+                weight != 0, torch.as_tensor(sum, dtype=torch.float64, device=weight.device), 0.0
+            )
         elif not weight:
             return
         meter = self._meters.get(name)
@@ -154,11 +156,16 @@ class Meters:
             figures = domain.all_reduce(torch.tensor(figures, dtype=torch.float64)).tolist()
         return dict(zip(names, zip(figures, figures[len(names) :]))), expected
 
-    def _exact_totals(self, names: list[str], domain: Domain | None) -> dict[str, tuple[float, float]]:
+    def _exact_totals(
+        self, names: list[str], domain: Domain | None
+    ) -> dict[str, tuple[float, float]]:
         own = [self._meters[name].terms if name in self._meters else [] for name in names]
         mine = [[_read([pair[part] for pair in terms]) for terms in own] for part in (0, 1)]
         ranks = [mine] if domain is None else domain.gather_objects(mine)
-        sums, weights = ([_rounded(chain(*lists)) for lists in zip(*(rank[part] for rank in ranks))] for part in (0, 1))
+        sums, weights = (
+            [_rounded(chain(*lists)) for lists in zip(*(rank[part] for rank in ranks))]
+            for part in (0, 1)
+        )
         return dict(zip(names, zip(sums, weights)))
 
     def averages(self, domain: Domain | None = None) -> dict[str, float]:
@@ -190,7 +197,10 @@ class Meters:
 
     def remember(self) -> Callable[[], None]:
         """Return what puts the meters back to what they have seen up to here. A device is not waited for."""
-        kept = {name: (meter.sum, meter.weight, len(meter.terms)) for name, meter in self._meters.items()}
+        kept = {
+            name: (meter.sum, meter.weight, len(meter.terms))
+            for name, meter in self._meters.items()
+        }
 
         def put_back() -> None:
             now, self._meters = self._meters, {}
@@ -238,7 +248,9 @@ def as_number(name: str, value: object) -> float:
         except (RuntimeError, TypeError) as error:
             raise _not_a_number(name, value) from error
     # Scalars of numpy and arrays without dimensions have a shape; strings, of which float() would read some, have none.
-    if isinstance(value, Real) or (getattr(value, "shape", None) == () and hasattr(value, "__float__")):
+    if isinstance(value, Real) or (
+        getattr(value, "shape", None) == () and hasattr(value, "__float__")
+    ):
         return float(value)
     raise _not_a_number(name, value)
 

@@ -52,12 +52,16 @@ class ScoreBoard:
         ValueError: If the mode is unknown.
     """
 
-    def __init__(self, name: str, *, split: str, mode: str | None = None, min_delta: float = 0.0) -> None:
+    def __init__(
+        self, name: str, *, split: str, mode: str | None = None, min_delta: float = 0.0
+    ) -> None:
         self.name = metric_of(name, split)
         self.split = split
         self.mode = mode.lower() if mode else infer_mode(name)
         if self.mode not in ("min", "max"):
-            raise ValueError(f"Expected score_mode to be 'min', 'max' or None. Received: score_mode={mode!r}.")
+            raise ValueError(
+                f"Expected score_mode to be 'min', 'max' or None. Received: score_mode={mode!r}."
+            )
         self.min_delta = min_delta
         self.scores: dict[int, float] = {}
         self.best_index: int | None = None
@@ -69,7 +73,10 @@ class ScoreBoard:
         figures = result[self.split]
         if not self.scores:
             logger.info(
-                "Best means the %s of %s.%s.", "lowest" if self.mode == "min" else "highest", self.split, self.name
+                "Best means the %s of %s.%s.",
+                "lowest" if self.mode == "min" else "highest",
+                self.split,
+                self.name,
             )
         score = float(figures[self.name])
         self.scores.pop(index, None)

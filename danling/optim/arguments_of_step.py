@@ -14,7 +14,9 @@ def needs_metric(scheduler: object) -> bool:
         return True
     step = getattr(kind, "step", None)
     parameters = list(inspect.signature(step).parameters.values())[1:] if step is not None else []
-    return any(p.name in ("metrics", "metric") and p.default is inspect.Parameter.empty for p in parameters)
+    return any(
+        p.name in ("metrics", "metric") and p.default is inspect.Parameter.empty for p in parameters
+    )
 
 
 def takes_position(scheduler: object) -> bool:

@@ -42,7 +42,11 @@ class JointState(MutableMapping[Any, Any]):
                 return member
         if isinstance(key, Tensor):
             for member in self._optimizers:
-                if any(key is parameter for group in member.param_groups for parameter in group["params"]):
+                if any(
+                    key is parameter
+                    for group in member.param_groups
+                    for parameter in group["params"]
+                ):
                     return member
         raise KeyError(key)
 
@@ -168,7 +172,12 @@ class JointOptimizer(Optimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"defaults": self.defaults, "named": self.named, "optimizers": self.optimizers, "_is_made": True}
+        return {
+            "defaults": self.defaults,
+            "named": self.named,
+            "optimizers": self.optimizers,
+            "_is_made": True,
+        }
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step every member in order."""
@@ -203,8 +212,17 @@ class JointOptimizer(Optimizer):
             own = member.state_dict()
             added.append(added_to(own))
             shared = added[-1][SHARED]
-            state.update({offset + index: entry for index, entry in own["state"].items() if index not in shared})
-            groups += [{**group, "params": [offset + i for i in group["params"]]} for group in own["param_groups"]]
+            state.update(
+                {
+                    offset + index: entry
+                    for index, entry in own["state"].items()
+                    if index not in shared
+                }
+            )
+            groups += [
+                {**group, "params": [offset + i for i in group["params"]]}
+                for group in own["param_groups"]
+            ]
             offset += sum(len(group["params"]) for group in member.param_groups)
         members = {_MEMBERS: added} if any(any(each.values()) for each in added) else {}
         return {"state": state, "param_groups": groups, **members}
@@ -218,11 +236,22 @@ class JointOptimizer(Optimizer):
         groups = iter(state_dict["param_groups"])
         none: list[dict[str, dict[Any, Any]]] = [{SHARED: {}, OWN: {}}] * len(self.optimizers)
         for member, added in zip(self.optimizers, state_dict.get(_MEMBERS, none)):
-            stored: list[dict[str, Any]] = [next(groups, {"params": []}) for _ in member.param_groups]
-            own = {index: i for i, index in enumerate(index for group in stored for index in group["params"])}
-            entries = {own[index]: entry for index, entry in state_dict["state"].items() if index in own}
-            numbered = [{**group, "params": [own[index] for index in group["params"]]} for group in stored]
-            member.load_state_dict({**added[OWN], "state": {**entries, **added[SHARED]}, "param_groups": numbered})
+            stored: list[dict[str, Any]] = [
+                next(groups, {"params": []}) for _ in member.param_groups
+            ]
+            own = {
+                index: i
+                for i, index in enumerate(index for group in stored for index in group["params"])
+            }
+            entries = {
+                own[index]: entry for index, entry in state_dict["state"].items() if index in own
+            }
+            numbered = [
+                {**group, "params": [own[index] for index in group["params"]]} for group in stored
+            ]
+            member.load_state_dict(
+                {**added[OWN], "state": {**entries, **added[SHARED]}, "param_groups": numbered}
+            )
         for notice in self._optimizer_load_state_dict_post_hooks.values():
             notice(self)
 
@@ -239,7 +268,11 @@ class JointScheduler:
 
     def __init__(self, **schedules: Any) -> None:
         for name, schedule in schedules.items():
-            if needs_metric(schedule) or takes_position(schedule) or not callable(getattr(schedule, "step", None)):
+            if (
+                needs_metric(schedule)
+                or takes_position(schedule)
+                or not callable(getattr(schedule, "step", None))
+            ):
                 raise ValueError(
                     f"Expected schedules with a method step() that takes nothing. Received: {name!r}: {type(schedule).__name__}. Take "
                     "another one, or one schedule over all optimizers."

@@ -26,7 +26,9 @@ _SHOWN = 5
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
-def matrices_of(model: nn.Module, names: Iterable[str], patterns: str | Sequence[str] | None = None) -> set[str]:
+def matrices_of(
+    model: nn.Module, names: Iterable[str], patterns: str | Sequence[str] | None = None
+) -> set[str]:
     """Return the names of the parameters that Muon trains: matrices (two dimensions) that are no weights of an embedding.
 
     With patterns, those whose name one of them is found in (`re.search`). Without, those in the layers of an `nn.ModuleList`, and so
@@ -50,14 +52,20 @@ def matrices_of(model: nn.Module, names: Iterable[str], patterns: str | Sequence
     }
     parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
     found = [name for name in names if name in parameters]
-    candidates = [name for name in found if parameters[name].ndim == 2 and id(parameters[name]) not in embedded]
+    candidates = [
+        name
+        for name in found
+        if parameters[name].ndim == 2 and id(parameters[name]) not in embedded
+    ]
     if patterns is not None:
         return _matched(candidates, [patterns] if isinstance(patterns, str) else list(patterns))
     places = {name: _place(modules, name) for name in candidates}
     unclear = [name for name in candidates if places[name] == "unclear"]
     layers = {name for name in candidates if places[name] == "layer"}
     if unclear or not layers:
-        received = f"{', '.join((unclear or candidates)[:_SHOWN])}, which may be hidden layers or a head"
+        received = (
+            f"{', '.join((unclear or candidates)[:_SHOWN])}, which may be hidden layers or a head"
+        )
         raise ValueError(
             "Expected optim.matrices for a model whose matrices are not all in the layers of an nn.ModuleList or next to it. Received: "
             f"optim.matrices=None, and {received if unclear or candidates else 'no matrix'}. Set optim.matrices to a regular expression "
@@ -112,12 +120,17 @@ def build_muon(
     named = list(named_parameters())
     matrices = matrices_of(model, [name for name, _ in named], patterns)
     rest = [(name, parameter) for name, parameter in named if name not in matrices]
-    if options.get("nesterov") is False and any(p.dtype == torch.bfloat16 for name, p in named if name in matrices):
+    if options.get("nesterov") is False and any(
+        p.dtype == torch.bfloat16 for name, p in named if name in matrices
+    ):
         raise ValueError(
             "Expected optim.nesterov=true for weights in bfloat16: torch below 2.15 scales their momentum in place. Received: "
             "optim.nesterov=False. Leave it out, or keep the weights in float32 (precision=bf16)."
         )
-    muon = build({**options, "type": "muon"}, [(name, parameter) for name, parameter in named if name in matrices])
+    muon = build(
+        {**options, "type": "muon"},
+        [(name, parameter) for name, parameter in named if name in matrices],
+    )
     if not any(parameter.requires_grad for _, parameter in rest):
         return muon
     if "lr" not in of_rest:
@@ -132,6 +145,12 @@ def build_muon(
     return JointOptimizer(muon, adamw)
 
 
-def _described(named: Iterable[tuple[str, nn.Parameter]], names: Iterable[str] | None = None) -> str:
-    chosen = [parameter for name, parameter in named if parameter.requires_grad and (names is None or name in names)]
+def _described(
+    named: Iterable[tuple[str, nn.Parameter]], names: Iterable[str] | None = None
+) -> str:
+    chosen = [
+        parameter
+        for name, parameter in named
+        if parameter.requires_grad and (names is None or name in names)
+    ]
     return f"{len(chosen)} tensors ({sum(parameter.numel() for parameter in chosen):,} parameters)"

@@ -22,7 +22,9 @@ class ShardedMuon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Make an update."""
-        if not any(is_sharded(parameter) for group in self.param_groups for parameter in group["params"]):
+        if not any(
+            is_sharded(parameter) for group in self.param_groups for parameter in group["params"]
+        ):
             loss: float | None = super().step(closure)  # type: ignore[no-untyped-call]
             return loss
         if closure is not None:
@@ -40,16 +42,23 @@ class ShardedMuon(torch.optim.Muon):
         assert gradient is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+            state["momentum_buffer"] = torch.zeros_like(
+                gradient, memory_format=torch.preserve_format
+            )
         momentum = state["momentum_buffer"]
         momentum.lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         # A copy: torch scales it in place.
         whole = _whole(direction.to(torch.bfloat16, copy=True))
-        orthogonal = _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        orthogonal = _zeropower_via_newtonschulz(
+            whole, group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
         rate = float(group["lr"])
         parameter.mul_(1 - rate * group["weight_decay"])
-        parameter.add_(_cut(orthogonal, parameter), alpha=-_adjust_lr(rate, group["adjust_lr_fn"], parameter.shape))
+        parameter.add_(
+            _cut(orthogonal, parameter),
+            alpha=-_adjust_lr(rate, group["adjust_lr_fn"], parameter.shape),
+        )
 
 
 def _whole(tensor: Tensor) -> Tensor:

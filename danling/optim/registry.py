@@ -65,7 +65,11 @@ class Registry:
         if not isinstance(name, str) or name not in self:
             names = self.names()
             # A class of torch is known by its last name: `torch.optim.AdamW`.
-            hint = did_you_mean(str(name).rpartition(".")[2], names) if name else " Name one under the key 'type'."
+            hint = (
+                did_you_mean(str(name).rpartition(".")[2], names)
+                if name
+                else " Name one under the key 'type'."
+            )
             raise ValueError(
                 f"Expected {self.kind} type to be one of {', '.join(names)}. Received: type={name!r}.{hint}"
             )
@@ -75,12 +79,16 @@ class Registry:
         """Whether the builder called `name` takes `option` by that very name."""
         return option in inspect.signature(self.lookup(name)).parameters
 
-    def check_options(self, name: str | None, options: Iterable[str], *, in_group: bool = False) -> None:
+    def check_options(
+        self, name: str | None, options: Iterable[str], *, in_group: bool = False
+    ) -> None:
         """Refuse options that the builder called `name` does not take; but for one group, also a lack of those without a default."""
         parameters = inspect.signature(self.lookup(name)).parameters
         # A registered function may call its first argument what it likes.
         passed = [option for option in parameters if option in _PASSED] or list(parameters)[:1]
-        own = {option: parameter for option, parameter in parameters.items() if option not in passed}
+        own = {
+            option: parameter for option, parameter in parameters.items() if option not in passed
+        }
         named = [o for o, p in own.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         takes_any = any(p.kind is p.VAR_KEYWORD for p in own.values())
         for option in options:
@@ -90,7 +98,9 @@ class Registry:
                     f"Expected options of {of}{self.kind} {name!r} out of {', '.join(named)}. Received: {option!r}."
                     f"{did_you_mean(_OTHER_NAMES.get(option, option), named)}"
                 )
-        missing = [o for o in named if own[o].default is inspect.Parameter.empty and o not in options]
+        missing = [
+            o for o in named if own[o].default is inspect.Parameter.empty and o not in options
+        ]
         if missing and not in_group:
             raise ValueError(
                 f"Expected {self.kind} {name!r} to be given {', '.join(missing)}, which it has no default for. "
@@ -150,21 +160,35 @@ def _listed(params: Any) -> list[Any]:
     entries = [params] if isinstance(params, (Tensor, Mapping)) else list(params)
     for each in entries:
         if isinstance(each, Mapping) and "params" not in each:
-            raise ValueError(f"Expected every parameter group to have `params`. Received: keys {sorted(each)}.")
-    return [{**each, "params": _listed(each["params"])} if isinstance(each, Mapping) else each for each in entries]
+            raise ValueError(
+                f"Expected every parameter group to have `params`. Received: keys {sorted(each)}."
+            )
+    return [
+        {**each, "params": _listed(each["params"])} if isinstance(each, Mapping) else each
+        for each in entries
+    ]
 
 
 def _tensors(entries: Sequence[object]) -> list[Any]:
-    members = [member for entry in entries for member in (entry["params"] if isinstance(entry, dict) else [entry])]
+    members = [
+        member
+        for entry in entries
+        for member in (entry["params"] if isinstance(entry, dict) else [entry])
+    ]
     return [member[1] if isinstance(member, tuple) else member for member in members]
 
 
-def _with_tuples(builder: Callable[..., object], options: Mapping[str, object]) -> dict[str, object]:
+def _with_tuples(
+    builder: Callable[..., object], options: Mapping[str, object]
+) -> dict[str, object]:
     """Return options with tuples where the builder has one by default: its state is the same from a file and from a program."""
     parameters = inspect.signature(builder).parameters
-    wanted = {name for name, parameter in parameters.items() if isinstance(parameter.default, tuple)}
+    wanted = {
+        name for name, parameter in parameters.items() if isinstance(parameter.default, tuple)
+    }
     return {
-        name: tuple(value) if name in wanted and isinstance(value, list) else value for name, value in options.items()
+        name: tuple(value) if name in wanted and isinstance(value, list) else value
+        for name, value in options.items()
     }
 
 
@@ -194,7 +218,10 @@ def _can_fuse(builder: object, entries: Sequence[object], options: Mapping[str, 
         return False
     tensors = _tensors(entries)
     # Not DTensor and other subclasses: they may live on several meshes, which one fused call cannot take.
-    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_floating_point() for tensor in tensors)
+    plain = all(
+        type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_floating_point()
+        for tensor in tensors
+    )
     devices = {tensor.device for tensor in tensors} if plain else set()
     # On the CPU, torch's fused form adds eps in float16, where 1e-8 is 0, and makes infinite weights.
     if any(tensor.dtype == torch.float16 and tensor.device.type == "cpu" for tensor in tensors):
@@ -214,9 +241,7 @@ OPTIMIZERS = OptimizerRegistry(
 """Optimizers by name: `OPTIMIZERS.build(params=model.parameters(), type="adamw", lr=1e-3)`."""
 
 
-_OTHER_SCHEDULE = (
-    "Restore the schedule, or add 'scheduler' to checkpoint.exclude_from_loading to start it from the beginning."
-)
+_OTHER_SCHEDULE = "Restore the schedule, or add 'scheduler' to checkpoint.exclude_from_loading to start it from the beginning."
 _OWN = ("pattern", "options", "lr_multiplier", "weight_decay_multiplier", "beta1", "beta2")
 
 
@@ -247,10 +272,17 @@ def build_param_groups(
     Raises:
         ValueError: If an entry has an unknown key, no pattern, a pattern that matches nothing, or a multiplier of an unset option.
     """
-    options: list[dict[str, Any]] = [{}, *(_group_options(entry, lr, weight_decay, betas) for entry in groups)]
+    options: list[dict[str, Any]] = [
+        {},
+        *(_group_options(entry, lr, weight_decay, betas) for entry in groups),
+    ]
     members: list[list[nn.Parameter]] = [[] for _ in options]
     mine = list(named_parameters)
-    required = dict(whole) if whole is not None else {name: parameter.requires_grad for name, parameter in mine}
+    required = (
+        dict(whole)
+        if whole is not None
+        else {name: parameter.requires_grad for name, parameter in mine}
+    )
     # 0 is the group of what no entry matches.
     place = {
         name: next((i for i, entry in enumerate(groups, 1) if re.search(entry["pattern"], name)), 0)
@@ -270,7 +302,10 @@ def build_param_groups(
 
 
 def _group_options(
-    entry: Mapping[str, Any], lr: float | None, weight_decay: float | None, betas: Sequence[float] | None
+    entry: Mapping[str, Any],
+    lr: float | None,
+    weight_decay: float | None,
+    betas: Sequence[float] | None,
 ) -> dict[str, Any]:
     """Return the options of the group that an entry makes."""
     unknown = [str(name) for name in entry if name not in _OWN]
@@ -282,7 +317,9 @@ def _group_options(
     try:
         re.compile(entry["pattern"])
     except re.error as error:
-        raise ValueError(f"Expected a regular expression. Received: pattern={entry['pattern']!r} ({error}).") from error
+        raise ValueError(
+            f"Expected a regular expression. Received: pattern={entry['pattern']!r} ({error})."
+        ) from error
     options = dict(entry.get("options") or {})
     for name, setting in (("lr", lr), ("weight_decay", weight_decay)):
         multiplier = entry.get(f"{name}_multiplier")
@@ -310,7 +347,11 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimizer of the section `optim` over the parameters that require a gradient."""
     of_type = settings.get("type")
-    if not isinstance(of_type, str) or of_type not in OPTIMIZERS or OPTIMIZERS.lookup(of_type) is not ShardedMuon:
+    if (
+        not isinstance(of_type, str)
+        or of_type not in OPTIMIZERS
+        or OPTIMIZERS.lookup(of_type) is not ShardedMuon
+    ):
         return _build(settings, list(named_parameters()), device=device, whole=whole)
     from .matrices import build_muon
 
@@ -319,7 +360,9 @@ def build_optimizer(
             "Expected a model that every rank has all layers of with optim.type='muon'. Received: parallel.axes.pipeline above 1. Train on "
             "the other axes, or set optim.type='adamw'."
         )
-    return build_muon(settings, named_parameters, model, lambda part, named: _build(part, named, device=device))
+    return build_muon(
+        settings, named_parameters, model, lambda part, named: _build(part, named, device=device)
+    )
 
 
 def without_fused(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,7 +414,8 @@ class SchedulerRegistry(Registry):
         builder = self.lookup(type)
         if "schedulers" in options:
             options["schedulers"] = [
-                self.build(optimizer, **part) if isinstance(part, Mapping) else part for part in options["schedulers"]
+                self.build(optimizer, **part) if isinstance(part, Mapping) else part
+                for part in options["schedulers"]
             ]
         # ChainedScheduler takes the optimizer second.
         if "optimizer" in inspect.signature(builder).parameters:
@@ -412,7 +456,9 @@ _schedules: dict[str, Any] = {
     if issubclass(kind, LRScheduler) and name not in ("LRScheduler", "_LRScheduler")
 }
 _schedules.update(swalr=SWALR, onecyclelr=OneCycleSchedule)
-_schedules.update(linear=LinearSchedule, cosine=CosineSchedule, constant=ConstantSchedule, wsd=WSDSchedule)
+_schedules.update(
+    linear=LinearSchedule, cosine=CosineSchedule, constant=ConstantSchedule, wsd=WSDSchedule
+)
 
 SCHEDULERS = SchedulerRegistry("scheduler", _schedules)
 """Schedulers by name: `SCHEDULERS.build(optimizer, type="cosine", total_steps=1000, warmup_steps=100)`."""
@@ -422,7 +468,12 @@ _SCHEDULER_KEYS = ("interval", "monitor")
 
 
 def build_scheduler(
-    settings: Mapping[str, Any], optimizer: object, *, steps: int | None, epochs: int | None, mode: str | None = None
+    settings: Mapping[str, Any],
+    optimizer: object,
+    *,
+    steps: int | None,
+    epochs: int | None,
+    mode: str | None = None,
 ) -> object:
     """Return the schedule of the section `scheduler`.
 
@@ -437,7 +488,9 @@ def build_scheduler(
         return None
     options = {key: value for key, value in settings.items() if key not in _SCHEDULER_KEYS}
     if "type" not in options:
-        received = ", ".join(f"scheduler.{name}={value!r}" for name, value in options.items()) or "none"
+        received = (
+            ", ".join(f"scheduler.{name}={value!r}" for name, value in options.items()) or "none"
+        )
         raise ValueError(
             f"Expected scheduler.type next to other keys of the section. Received: {received}. "
             "Set scheduler.type, such as to 'cosine'."
@@ -452,7 +505,9 @@ def build_scheduler(
                 f"Expected a budget of epochs for scheduler.interval='epoch'. Received: steps={steps}, which is no number of epochs. Set "
                 "scheduler.interval='step', or `epochs` instead of `steps`, or scheduler.total_steps as a number of epochs."
             )
-    by_metric = needs_metric(SCHEDULERS.lookup(options["type"])) and SCHEDULERS.accepts(options["type"], "mode")
+    by_metric = needs_metric(SCHEDULERS.lookup(options["type"])) and SCHEDULERS.accepts(
+        options["type"], "mode"
+    )
     if by_metric and options.get("mode") is None:
         options["mode"] = mode or "min"
     return SCHEDULERS.build(optimizer, **options)
@@ -485,14 +540,19 @@ def load_schedule(scheduler: Any, state: Mapping[str, object]) -> None:
     if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode != mode:
         logger.info(
             "%s follows the %s value now, and followed the %s one when it was saved: its best value and its patience begin again.",
-            *(type(scheduler).__name__, *(("lowest", "highest") if mode == "min" else ("highest", "lowest"))),
+            *(
+                type(scheduler).__name__,
+                *(("lowest", "highest") if mode == "min" else ("highest", "lowest")),
+            ),
         )
         scheduler.mode = mode
         scheduler.mode_worse = scheduler.best = math.inf if mode == "min" else -math.inf
         scheduler.num_bad_epochs = 0
 
 
-def _with_states(scheduler: Any, state: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+def _with_states(
+    scheduler: Any, state: Mapping[str, Any]
+) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Yield a schedule and its state, and those that it is made of: several by name, in sequence, or chained."""
     yield scheduler, state
     named = getattr(scheduler, "schedules", None)
@@ -519,12 +579,17 @@ def _check_kind_of_schedule(scheduler: Any, stored: Mapping[str, object]) -> Non
     """
     if not isinstance(scheduler, LRScheduler):
         return
-    own = {name for name in scheduler.state_dict() if not name.startswith("_") and name != "verbose"}
+    own = {
+        name for name in scheduler.state_dict() if not name.startswith("_") and name != "verbose"
+    }
     others = {name for name in stored if not name.startswith("_") and name != "verbose"}
     is_of_torch = type(scheduler).__module__.startswith("torch.")
     missing, unexpected = own - others, others - own
     if (missing and unexpected) or (is_of_torch and (missing or unexpected)):
-        shown = ", ".join(f"{name}={stored[name]!r}" for name in sorted(unexpected)) or f"no {sorted(missing)}"
+        shown = (
+            ", ".join(f"{name}={stored[name]!r}" for name in sorted(unexpected))
+            or f"no {sorted(missing)}"
+        )
         raise ValueError(
             f"Expected the state of {type(scheduler).__name__}, the schedule of this run. Received: that of another one, with {shown}. "
             f"{_OTHER_SCHEDULE}"
@@ -540,7 +605,9 @@ def _options_of_schedule(scheduler: Any) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if name.removeprefix("_") in taken}
 
 
-def scheduler_interval(settings: Mapping[str, object], scheduler: object = None, *, name: str = "") -> str:
+def scheduler_interval(
+    settings: Mapping[str, object], scheduler: object = None, *, name: str = ""
+) -> str:
     """Return when a schedule advances: `"step"`, `"epoch"` or `"validation"`."""
     asked = settings.get("interval", None)
     if takes_position(scheduler):
@@ -558,10 +625,14 @@ def scheduler_interval(settings: Mapping[str, object], scheduler: object = None,
     return "epoch" if by_metric else "step"
 
 
-def check_metric_of_schedule(scheduler: object, *, interval: str, evaluates: bool, monitors: bool) -> None:
+def check_metric_of_schedule(
+    scheduler: object, *, interval: str, evaluates: bool, monitors: bool
+) -> None:
     """Refuse a schedule that goes by a metric which is never computed, or that it is not told, as timm's."""
     kind = type(scheduler).__name__
-    if takes_position(scheduler) and isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
+    if takes_position(scheduler) and isinstance(
+        getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau
+    ):
         raise ValueError(
             f"Expected a schedule by a metric as torch makes it. Received: a {kind}, whose step without a "
             "metric does not change the learning rate. Take torch.optim.lr_scheduler.ReduceLROnPlateau."

@@ -26,7 +26,13 @@ from danling.utils.encoding import (
     encode_set,
     is_of_numpy,
 )
-from danling.utils.tensors import canonical_name, is_sharded, local_part, shard_like, with_local_part
+from danling.utils.tensors import (
+    canonical_name,
+    is_sharded,
+    local_part,
+    shard_like,
+    with_local_part,
+)
 
 from .joint import OWN, SHARED, JointOptimizer, JointScheduler, added_to
 
@@ -40,7 +46,11 @@ def to_inner_tensors(value: object) -> object:
 
     It is such as `torch.compile` takes apart: with `__tensor_flatten__`. A DTensor is left, since checkpoints know it.
     """
-    if not isinstance(value, Tensor) or is_sharded(value) or not is_traceable_wrapper_subclass(value):
+    if (
+        not isinstance(value, Tensor)
+        or is_sharded(value)
+        or not is_traceable_wrapper_subclass(value)
+    ):
         return value
     names, context = value.__tensor_flatten__()
     kind = type(value)
@@ -64,7 +74,9 @@ def from_inner_tensors(value: object) -> object:
         return value
     parts = {name: from_inner_tensors(part) for name, part in value[_PARTS].items()}
     kind = _class(str(value[_CLASS]))
-    return kind.__tensor_unflatten__(parts, value[_CONTEXT], torch.Size(value[_SHAPE]), tuple(value[_STRIDE]))
+    return kind.__tensor_unflatten__(
+        parts, value[_CONTEXT], torch.Size(value[_SHAPE]), tuple(value[_STRIDE])
+    )
 
 
 def _class(name: str) -> Any:
@@ -72,7 +84,11 @@ def _class(name: str) -> Any:
     found: Any = sys.modules.get(module)
     # A dotted path would lead through other objects.
     found = getattr(found, path, None) if path.isidentifier() else None
-    if not (isinstance(found, type) and issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__")):
+    if not (
+        isinstance(found, type)
+        and issubclass(found, Tensor)
+        and hasattr(found, "__tensor_unflatten__")
+    ):
         raise ValueError(
             f"Expected the optimizer that the checkpoint was saved with, whose state has tensors of the class {name}. Received: a program "
             "that has not loaded it. Make the same optimizer, or add 'optimizer' to checkpoint.exclude_from_loading."
@@ -97,7 +113,9 @@ _OPTIONS_OF_TORCH = frozenset(
 
 
 def check_kind(
-    optimizer: Optimizer, groups: Sequence[Mapping[str, object]], stored_groups: Iterable[Mapping[str, object]]
+    optimizer: Optimizer,
+    groups: Sequence[Mapping[str, object]],
+    stored_groups: Iterable[Mapping[str, object]],
 ) -> None:
     """Refuse the state of another kind of optimizer, which torch would take in and fail over in the next update, or never.
 
@@ -106,7 +124,9 @@ def check_kind(
     for group, stored in zip(groups, stored_groups):
         others = (set(group) ^ set(stored)) - HOW - OF_SCHEDULES - {_DECOUPLED}
         known = _DECOUPLED in stored and _DECOUPLED in group
-        if others & _OPTIONS_OF_TORCH or (known and bool(stored[_DECOUPLED]) != bool(group[_DECOUPLED])):
+        if others & _OPTIONS_OF_TORCH or (
+            known and bool(stored[_DECOUPLED]) != bool(group[_DECOUPLED])
+        ):
             shown = (name for name in stored if name not in {"params", *HOW, *OF_SCHEDULES})
             raise ValueError(
                 f"Expected the state of {type(optimizer).__name__}, the optimizer of this run. Received: that of another one, with "
@@ -115,7 +135,9 @@ def check_kind(
             )
 
 
-def parameter_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:
+def parameter_names(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> list[list[str]]:
     """Return the name of every parameter of every group.
 
     A parameter without a name is called `group.{i}.{j}` by its place in the optimizer.
@@ -141,7 +163,9 @@ def _packed(value: object, path: str, parameters: Mapping[str, Tensor]) -> objec
     A tensor that is divided over the ranks is given with the name of a parameter that is divided alike.
     """
     if isinstance(value, Tensor) and is_sharded(value):
-        alike = (name for name, parameter in parameters.items() if _layout(parameter) == _layout(value))
+        alike = (
+            name for name, parameter in parameters.items() if _layout(parameter) == _layout(value)
+        )
         return {"kind": "shards", "like": next(alike, None), "value": value}
     if isinstance(value, Tensor):
         return to_inner_tensors(value)
@@ -177,14 +201,20 @@ def _unpacked(node: object, parameters: Mapping[str, Tensor]) -> Any:
         return from_inner_tensors(node)
     if node["kind"] == "shards":
         found, like = from_inner_tensors(node["value"]), parameters.get(node["like"])
-        if like is not None and isinstance(found, Tensor) and found.shape == local_part(like).shape != like.shape:
+        if (
+            like is not None
+            and isinstance(found, Tensor)
+            and found.shape == local_part(like).shape != like.shape
+        ):
             return with_local_part(like, found)  # from the same rank of another replica group
         return found if like is None else shard_like(found, like)  # type: ignore[arg-type]
     if node["kind"] in ARRAYS:
         return decode_array(node)
     if node["kind"] in SETS:
         return decode_set(node)
-    items = (_unpacked(node["items"][str(number)], parameters) for number in range(len(node["items"])))
+    items = (
+        _unpacked(node["items"][str(number)], parameters) for number in range(len(node["items"]))
+    )
     if node["kind"] == "dict":
         return dict(zip(node["keys"], items))
     return _SEQUENCES[node["kind"]](items)
@@ -195,7 +225,9 @@ def added_names(optimizer: Any) -> list[str]:
     return [str(key) for entries in added_to(optimizer.state_dict()).values() for key in entries]
 
 
-def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, object]:
+def named_state_dict(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, object]:
     """Return `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`; tensors are not copied.
 
     What the optimizer's own `state_dict` adds is under `shared` and `own`. A tensor that is made of others, such as a moment in 8 bits, is
@@ -209,14 +241,18 @@ def named_state_dict(optimizer: Optimizer, named_parameters: Iterable[tuple[str,
         for index, name in zip(group["params"], labels)
     }
     parameters = {canonical_name(name): parameter for name, parameter in named_parameters}
-    added = {key: _packed(values, key, parameters) for key, values in added_to(plain).items() if values}
+    added = {
+        key: _packed(values, key, parameters) for key, values in added_to(plain).items() if values
+    }
     return {
         "state": {
             flat[index]: {key: to_inner_tensors(value) for key, value in state.items()}
             for index, state in plain["state"].items()
             if index in flat
         },
-        "param_groups": [{**group, "params": labels} for group, labels in zip(plain["param_groups"], names)],
+        "param_groups": [
+            {**group, "params": labels} for group, labels in zip(plain["param_groups"], names)
+        ],
         **added,
     }
 
@@ -242,7 +278,9 @@ def load_named_state_dict(
     _check_groups(names, stored)
     plain = optimizer.state_dict()
     index_of = {
-        name: i for group, labels in zip(plain["param_groups"], names) for i, name in zip(group["params"], labels)
+        name: i
+        for group, labels in zip(plain["param_groups"], names)
+        for i, name in zip(group["params"], labels)
     }
     groups = []
     for i, (group, labels) in enumerate(zip(plain["param_groups"], names)):
@@ -260,14 +298,21 @@ def load_named_state_dict(
     absent = [str(key) for key in added[OWN] if OWN not in state and state["state"]]
     if absent:
         logger.warning(
-            "The checkpoint does not contain %s of the optimizer, which keeps what it begins with.", ", ".join(absent)
+            "The checkpoint does not contain %s of the optimizer, which keeps what it begins with.",
+            ", ".join(absent),
         )
     parameters = {canonical_name(name): parameter for name, parameter in named_parameters}
     for key in (SHARED, OWN):
         if key in state:
             added[key] = _unpacked(state[key], parameters)
-    shared = [(name, inner) for name, inner in inner_optimizers(optimizer) if _shares_groups(optimizer, inner)]
-    optimizer.load_state_dict({**added[OWN], "state": {**values, **added[SHARED]}, "param_groups": groups})
+    shared = [
+        (name, inner)
+        for name, inner in inner_optimizers(optimizer)
+        if _shares_groups(optimizer, inner)
+    ]
+    optimizer.load_state_dict(
+        {**added[OWN], "state": {**values, **added[SHARED]}, "param_groups": groups}
+    )
     parted = [f"optimizer.{name}" for name, inner in shared if not _shares_groups(optimizer, inner)]
     if parted:
         logger.warning(
@@ -276,7 +321,9 @@ def load_named_state_dict(
             ", ".join(parted),
             parted[0].removeprefix("optimizer."),
         )
-    same = {name: parameter.dtype for name, parameter in parameters.items() if name not in converted}
+    same = {
+        name: parameter.dtype for name, parameter in parameters.items() if name not in converted
+    }
     dtypes = {index: same[name] for name, index in index_of.items() if name in same}
     restore_dtypes(optimizer.state_dict()["state"], values, dtypes)
 
@@ -287,12 +334,18 @@ def inner_optimizers(optimizer: object) -> Iterator[tuple[str, Optimizer]]:
         if isinstance(value, Optimizer):
             yield name, value
         elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}[{index}]", each) for index, each in enumerate(value) if isinstance(each, Optimizer))
+            yield from (
+                (f"{name}[{index}]", each)
+                for index, each in enumerate(value)
+                if isinstance(each, Optimizer)
+            )
 
 
 def _shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
     groups, others = optimizer.param_groups, inner.param_groups
-    return len(groups) == len(others) and all(group is other for group, other in zip(groups, others))
+    return len(groups) == len(others) and all(
+        group is other for group, other in zip(groups, others)
+    )
 
 
 @contextmanager
@@ -302,9 +355,13 @@ def own_dtypes(optimizer: Any) -> Iterator[None]:
 
     def restore(_: object) -> None:
         indices = [index for group in given[-1]["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         dtypes = {index: parameter.dtype for index, parameter in zip(indices, parameters)}
-        loaded = {index: optimizer.state.get(parameter) for index, parameter in zip(indices, parameters)}
+        loaded = {
+            index: optimizer.state.get(parameter) for index, parameter in zip(indices, parameters)
+        }
         restore_dtypes(loaded, given[-1]["state"], dtypes)
 
     before = optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
@@ -317,7 +374,9 @@ def own_dtypes(optimizer: Any) -> Iterator[None]:
 
 
 def restore_dtypes(
-    loaded: Mapping[Any, Any], stored: Mapping[Any, Mapping[str, Any]], dtypes: Mapping[Any, torch.dtype]
+    loaded: Mapping[Any, Any],
+    stored: Mapping[Any, Mapping[str, Any]],
+    dtypes: Mapping[Any, torch.dtype],
 ) -> None:
     """Put values that torch has cast to the dtype of their parameter back, in place.
 
@@ -329,7 +388,9 @@ def restore_dtypes(
     for index, dtype in dtypes.items():
         there, saved = loaded.get(index), stored.get(index)
         if isinstance(there, dict) and isinstance(saved, Mapping):
-            for key in saved.keys() & there.keys() - {"step"}:  # torch has its own rules for the number of steps
+            for key in saved.keys() & there.keys() - {
+                "step"
+            }:  # torch has its own rules for the number of steps
                 there[key] = _in_own_dtype(saved[key], there[key], dtype)
 
 
@@ -341,9 +402,18 @@ def _in_own_dtype(stored: Any, loaded: Any, cast: torch.dtype) -> Any:
     if isinstance(stored, str):
         return stored  # torch makes the text of a generator of it
     if isinstance(stored, dict) and isinstance(loaded, dict):
-        return {key: _in_own_dtype(stored[key], item, cast) if key in stored else item for key, item in loaded.items()}
-    if isinstance(stored, (list, tuple)) and type(loaded) is type(stored) and len(stored) == len(loaded):
-        return type(stored)(_in_own_dtype(before, item, cast) for before, item in zip(stored, loaded))
+        return {
+            key: _in_own_dtype(stored[key], item, cast) if key in stored else item
+            for key, item in loaded.items()
+        }
+    if (
+        isinstance(stored, (list, tuple))
+        and type(loaded) is type(stored)
+        and len(stored) == len(loaded)
+    ):
+        return type(stored)(
+            _in_own_dtype(before, item, cast) for before, item in zip(stored, loaded)
+        )
     return loaded
 
 
@@ -372,16 +442,30 @@ _COMPARED = ("lr", "weight_decay", "betas", "momentum", "eps")
 
 def options_of(optimizer: Optimizer) -> Options:
     """Return the options of every group, such as `lr` and `weight_decay`."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def warn_if_replaced(asked: Options, loaded: Options, *, scheduled: bool) -> None:
     """Warn of options that a restored state has given another value than the program did. May be called on one rank."""
     replaced: dict[str, str] = {}
     for before, after in zip(asked, loaded):
-        moved = {"lr", "momentum", "betas"} if "max_momentum" in after else {"lr"} if scheduled else set[str]()
+        moved = (
+            {"lr", "momentum", "betas"}
+            if "max_momentum" in after
+            else {"lr"}
+            if scheduled
+            else set[str]()
+        )
         for name in _COMPARED:
-            if name not in moved and name in before and name in after and before[name] != after[name]:
+            if (
+                name not in moved
+                and name in before
+                and name in after
+                and before[name] != after[name]
+            ):
                 replaced.setdefault(name, f"{name}={after[name]} (here {before[name]})")
     if replaced:
         logger.warning(
@@ -412,7 +496,9 @@ def rebuilt(scheduler: Any, optimizer: Optimizer, build: Callable[[], Any]) -> A
     return new
 
 
-def adopt_options(optimizer: Optimizer, scheduler: object, options: Options, wanted: Callable[[str], bool]) -> None:
+def adopt_options(
+    optimizer: Optimizer, scheduler: object, options: Options, wanted: Callable[[str], bool]
+) -> None:
     """Put options into an optimizer that was restored. No communication: call it on every rank.
 
     A learning rate is the base rate of the schedule: the rate becomes the same fraction of the new one.
@@ -436,7 +522,9 @@ def adopt_options(optimizer: Optimizer, scheduler: object, options: Options, wan
     for part in [part for each in schedules for part in (each, *getattr(each, "_schedulers", ()))]:
         if hasattr(part, "base_lrs"):
             groups = part.optimizer.param_groups
-            part.base_lrs = [rate_of.get(id(group), base) for group, base in zip(groups, part.base_lrs)]
+            part.base_lrs = [
+                rate_of.get(id(group), base) for group, base in zip(groups, part.base_lrs)
+            ]
             part._last_lr = [group["lr"] for group in groups]
 
 
@@ -518,7 +606,12 @@ def _copies(members: list[object]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _parameters(members: list[Any]) -> list[Tensor]:
-    return [parameter for member in members for group in member.param_groups for parameter in group["params"]]
+    return [
+        parameter
+        for member in members
+        for group in member.param_groups
+        for parameter in group["params"]
+    ]
 
 
 @torch.no_grad()

@@ -48,7 +48,9 @@ class WarmupScheduler(LRScheduler):
         self.total_steps = self._checked_total(total_steps)
         self.warmup_steps = _count("warmup_steps", warmup_steps, self.total_steps)
         if not final_lr_ratio >= 0:
-            raise ValueError(f"Expected scheduler.final_lr_ratio >= 0. Received: final_lr_ratio={final_lr_ratio!r}.")
+            raise ValueError(
+                f"Expected scheduler.final_lr_ratio >= 0. Received: final_lr_ratio={final_lr_ratio!r}."
+            )
         self.final_lr_ratio = float(final_lr_ratio)
         if self.warmup_steps > self.total_steps and self.final_lr_ratio != 1.0:
             logger.warning(
@@ -99,7 +101,9 @@ class WarmupScheduler(LRScheduler):
                 f"Expected the state of a scheduler over {len(self.base_lrs)} parameter groups. Received: base_lrs={stored}. Restore "
                 "optim.param_groups and scheduler.type, or add 'scheduler' to checkpoint.exclude_from_loading."
             )
-        super().load_state_dict({name: value for name, value in state_dict.items() if name not in _SHAPE})
+        super().load_state_dict(
+            {name: value for name, value in state_dict.items() if name not in _SHAPE}
+        )
         if any(state_dict.get(name) != getattr(self, name, None) for name in _SHAPE):
             rewrite_rates(self)
 
@@ -149,10 +153,16 @@ class ConstantSchedule(WarmupScheduler):
     """
 
     def __init__(
-        self, optimizer: Optimizer, total_steps: int | None = None, warmup_steps: float = 0, last_epoch: int = -1
+        self,
+        optimizer: Optimizer,
+        total_steps: int | None = None,
+        warmup_steps: float = 0,
+        last_epoch: int = -1,
     ) -> None:
         share = 0 < warmup_steps < 1
-        super().__init__(optimizer, total_steps if share or total_steps else 1, warmup_steps, 1.0, last_epoch)
+        super().__init__(
+            optimizer, total_steps if share or total_steps else 1, warmup_steps, 1.0, last_epoch
+        )
 
     def shape(self, done: float) -> float:
         """Return 1."""

@@ -90,10 +90,14 @@ class LayoutProof:
 
     def _replay(self, *, how: str, ranks: Sequence[int], updates: int | None = None) -> Job:
         source = str(self.script.scratch / "layout")
-        return replace(self.job, source=source, how=how, ranks=list(ranks), updates=updates or self.job.updates)
+        return replace(
+            self.job, source=source, how=how, ranks=list(ranks), updates=updates or self.job.updates
+        )
 
     def _start(self, name: str, job: Job, where: str) -> int:
-        announce(f"the script makes {job.updates} updates {where}, within {self.script.timeout:g} s")
+        announce(
+            f"the script makes {job.updates} updates {where}, within {self.script.timeout:g} s"
+        )
         began = time.monotonic()
         ranks = self.script.start(name, job, alone=job.replays)
         self.report.starts[name] = round(time.monotonic() - began, 1)
@@ -104,14 +108,18 @@ class LayoutProof:
         wanted = len(self.layout[0].first["losses"])
         for how in ("joined", "micro"):
             name = "one" if how == "joined" else "one-micro"
-            self._start(name, self._replay(how=how, ranks=self.ranks), "in one process, of the same samples")
+            self._start(
+                name, self._replay(how=how, ranks=self.ranks), "in one process, of the same samples"
+            )
             updates = _updates(self.script.scratch / name)
             made = len(updates[0].first["losses"])
             if made == (wanted if how == "joined" else wanted * len(self.ranks)):
                 return how, updates
             if made != wanted * len(self.ranks):
                 break
-        raise NotChecked(f"update 1 has {wanted} backward passes on each rank of the layout, and {made} in one process")
+        raise NotChecked(
+            f"update 1 has {wanted} backward passes on each rank of the layout, and {made} in one process"
+        )
 
     def _comparisons(self, one: Sequence[Update]) -> list[Comparison]:
         if len(one) != len(self.layout):
@@ -120,9 +128,14 @@ class LayoutProof:
                 "depends on the number of processes"
             )
         pairs = zip(self.layout, one)
-        found = [Comparison(a, b, number=n, tolerance=self.tolerance) for n, (a, b) in enumerate(pairs, 1)]
+        found = [
+            Comparison(a, b, number=n, tolerance=self.tolerance)
+            for n, (a, b) in enumerate(pairs, 1)
+        ]
         if not any(each.norm for each in found):
-            raise NotChecked("the gradients of all updates are zero, or are not in `grad` of the parameters")
+            raise NotChecked(
+                "the gradients of all updates are zero, or are not in `grad` of the parameters"
+            )
         self.report.updates = len(found)
         self.report.parameters = len(found[0].layout.names("gradients"))
         starts = found[0].starts()
@@ -159,7 +172,9 @@ class LayoutProof:
                 report.summary = self._summary(each)
                 return each.number
         report.verdict, report.summary = "same", None
-        report.notes += [note for each in comparisons for note in each.notes if note not in report.notes]
+        report.notes += [
+            note for each in comparisons for note in each.notes if note not in report.notes
+        ]
         return None
 
     def _summary(self, each: Comparison) -> str:
@@ -190,7 +205,9 @@ class LayoutProof:
         """Decide by the gradients of the ranks alone, in the first update that differs."""
         report = self.report
         first = comparisons[at - 1]
-        is_unequal = any("between ranks" in found.what for found in (*report.gradients, *report.weights))
+        is_unequal = any(
+            "between ranks" in found.what for found in (*report.gradients, *report.weights)
+        )
         if is_unequal:
             self._judge(comparisons)
             return
@@ -217,7 +234,11 @@ class LayoutProof:
             raise NotChecked(
                 f"the gradient of the joined batch is no sum of those of the ranks' batches ({fit.joined_residual:.2g} is left over): "
                 "the loss is not a sum over samples, or rows are not along the first dimension. The layout's gradient "
-                + ("is the sum with " if fit.residual <= near else "is no such sum either; nearest is ")
+                + (
+                    "is the sum with "
+                    if fit.residual <= near
+                    else "is no such sum either; nearest is "
+                )
                 + ", ".join(f"{weight:.3g}" for weight in fit.layout)
             )
         for each in comparisons:
@@ -227,7 +248,8 @@ class LayoutProof:
         unfit = [
             name
             for name, (left, _) in fit.left.items()
-            if left > max(exact * float(whole[name].norm()), first.extra.get(name, 0.0), 4e-7 * fit.norm)
+            if left
+            > max(exact * float(whole[name].norm()), first.extra.get(name, 0.0), 4e-7 * fit.norm)
         ]
         # In bf16 the weights of the joined batch are as exact as its gradient is.
         near = max(1e-3, 2 * fit.joined_residual) if first.is_coarse else max(1e-5, 10 * noise)

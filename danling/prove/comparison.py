@@ -43,7 +43,8 @@ class Update:
     def read(cls, directory: Path, number: int) -> Update | None:
         """Read an update, counted from 1; `None` where there is none."""
         files = sorted(
-            directory.glob(f"rank-*.update-{number}.pt"), key=lambda file: int(file.name[5:].partition(".")[0])
+            directory.glob(f"rank-*.update-{number}.pt"),
+            key=lambda file: int(file.name[5:].partition(".")[0]),
         )
         if not files:
             return None
@@ -64,7 +65,9 @@ class Update:
         whole = assembled(pieces, shape) if pieces else None
         return None if whole is None else whole.double()
 
-    def held(self, kind: str, name: str, shape: Sequence[int]) -> list[tuple[Mapping[str, int], Part]]:
+    def held(
+        self, kind: str, name: str, shape: Sequence[int]
+    ) -> list[tuple[Mapping[str, int], Part]]:
         """Return what each rank has of a tensor."""
         ranks = [at for at, rank in enumerate(self.ranks) if name in rank[kind]]
         pieces = placed([self.ranks[at][kind][name] for at in ranks], shape)
@@ -76,11 +79,15 @@ class Update:
         found = []
         before = dict[str, Tensor]()
         for kept in self.first["parts"]:
-            own = {name: kept[name][2] if name in kept else torch.zeros_like(tensor) for name, tensor in whole.items()}
+            own = {
+                name: kept[name][2] if name in kept else torch.zeros_like(tensor)
+                for name, tensor in whole.items()
+            }
             found.append({name: tensor - before.get(name, 0.0) for name, tensor in own.items()})
             before = own
         is_whole = len(found) == len(self.first["losses"]) > 1 and all(
-            float((tensor - before[name]).norm()) <= 1e-5 * float(tensor.norm()) for name, tensor in whole.items()
+            float((tensor - before[name]).norm()) <= 1e-5 * float(tensor.norm())
+            for name, tensor in whole.items()
         )
         return found if is_whole else [whole]
 
@@ -90,7 +97,9 @@ class Update:
 
     def norm(self, kind: str = "gradients") -> float:
         """Return the norm of all tensors of a start in one process."""
-        return math.sqrt(math.fsum(float(t.double().square().sum()) for t in self.of_one(kind).values()))
+        return math.sqrt(
+            math.fsum(float(t.double().square().sum()) for t in self.of_one(kind).values())
+        )
 
 
 @dataclass(frozen=True)
@@ -127,11 +136,20 @@ class Fit:
     ) -> Fit:
         """Find the weights by least squares over all parameters together."""
         names = [name for name in layout if name in joined and all(name in each for each in alone)]
-        columns = {name: torch.stack([each[name].double().flatten() for each in alone], 1) for name in names}
-        gram = sum((columns[name].T @ columns[name] for name in names), torch.zeros(len(alone), len(alone)).double())
+        columns = {
+            name: torch.stack([each[name].double().flatten() for each in alone], 1)
+            for name in names
+        }
+        gram = sum(
+            (columns[name].T @ columns[name] for name in names),
+            torch.zeros(len(alone), len(alone)).double(),
+        )
 
         def weights(target: Mapping[str, Tensor]) -> Tensor:
-            right = sum((columns[n].T @ target[n].double().flatten() for n in names), torch.zeros(len(alone)).double())
+            right = sum(
+                (columns[n].T @ target[n].double().flatten() for n in names),
+                torch.zeros(len(alone)).double(),
+            )
             solved: Tensor = torch.linalg.lstsq(gram, right[:, None], driver="gelsd").solution[:, 0]
             return solved
 
@@ -161,8 +179,12 @@ class Fit:
     def sentence(self) -> str | None:
         """Name the fault that the weights show; `None` where they show no known one."""
         number = self.ranks
-        ratios = [own / wanted if wanted else math.inf for own, wanted in zip(self.layout, self.joined)]
-        shown = f"{_numbers(self.layout)} on the layout, {_numbers(self.joined)} in the joined batch"
+        ratios = [
+            own / wanted if wanted else math.inf for own, wanted in zip(self.layout, self.joined)
+        ]
+        shown = (
+            f"{_numbers(self.layout)} on the layout, {_numbers(self.joined)} in the joined batch"
+        )
         if max(ratios) - min(ratios) <= 0.01 * abs(max(ratios)):
             return f"the gradient is {_ratio(sum(ratios) / len(ratios), number)} that of one process; the ranks count {shown}"
         if max(self.layout) - min(self.layout) <= 2e-3 * abs(max(self.layout)):
@@ -233,7 +255,11 @@ class Report:
     def _lines(self) -> Iterator[str]:
         head = f"{self.processes} process{'es' if self.processes != 1 else ''}"
         if self.verdict == "same":
-            compared = f"the first {self.updates} updates are those" if self.updates > 1 else "the first update is that"
+            compared = (
+                f"the first {self.updates} updates are those"
+                if self.updates > 1
+                else "the first update is that"
+            )
             yield (
                 f"{head}: {compared} of one process, in losses, weights, and whole gradients of {self.parameters} parameters; "
                 f"{self.samples} samples each"
@@ -295,7 +321,9 @@ def layout_notes(updates: Sequence[Update]) -> Iterator[str]:
         before = one.first["divisors"]
         after = two.first["divisors"]
         full = len(before)
-        is_divided = all(any(math.isclose(each, full, rel_tol=1e-5) for each in own) for own in (*before, *after))
+        is_divided = all(
+            any(math.isclose(each, full, rel_tol=1e-5) for each in own) for own in (*before, *after)
+        )
         if 0 < len(after) < full and is_divided:
             yield (
                 f"update {number} has {len(after)} micro-batches instead of {full}, and divides their losses by {full}: a short window of "
@@ -320,7 +348,11 @@ def _alike(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     for name, tensor in tensors.items():
         if tensor.numel() < 2 or bool((tensor == tensor.flatten()[0]).all()):
             continue
-        key = (tuple(tensor.shape), float(tensor.double().sum()), float(tensor.double().square().sum()))
+        key = (
+            tuple(tensor.shape),
+            float(tensor.double().sum()),
+            float(tensor.double().square().sum()),
+        )
         if key in seen:
             yield seen[key], name
         seen.setdefault(key, name)
@@ -356,7 +388,9 @@ def refuse(layout: Update, distinct: int) -> None:
 class Comparison:
     """A layout and one process with the same batches."""
 
-    def __init__(self, layout: Update, one: Update, *, number: int, tolerance: float | None = None) -> None:
+    def __init__(
+        self, layout: Update, one: Update, *, number: int, tolerance: float | None = None
+    ) -> None:
         self.layout, self.one, self.number = layout, one, number
         self.relative = tolerance or _RELATIVE
         self.degrees = {"rank": len(layout.ranks)}
@@ -367,13 +401,19 @@ class Comparison:
         self.notes: list[str] = []
         self.norm = one.norm()
         if not math.isfinite(self.norm):
-            raise NotChecked(f"the gradient of update {number} in one process is not finite (loss {_loss(one.first)})")
+            raise NotChecked(
+                f"the gradient of update {number} in one process is not finite (loss {_loss(one.first)})"
+            )
 
     @property
     def eps(self) -> float:
         """Precision of what modules return, and of the weights."""
         found = [float(rank["eps"]) for rank in (*self.layout.ranks, self.one.first)]
-        found += [torch.finfo(t.dtype).eps for t in self.one.of_one("weights").values() if t.is_floating_point()]
+        found += [
+            torch.finfo(t.dtype).eps
+            for t in self.one.of_one("weights").values()
+            if t.is_floating_point()
+        ]
         return max(found, default=_EPS)
 
     @property
@@ -400,7 +440,9 @@ class Comparison:
 
         def rounding(name: str, norm: float) -> Rounding:
             noise = _NOISE * self.noise["gradients"].get(name, 0.0)
-            return Rounding(self.relative, max(floor, noise, self.coarse * norm, self.extra.get(name, 0.0)))
+            return Rounding(
+                self.relative, max(floor, noise, self.coarse * norm, self.extra.get(name, 0.0))
+            )
 
         return self._findings("gradients", self.one.of_one("gradients"), rounding)
 
@@ -411,7 +453,9 @@ class Comparison:
         share = 0.5 if self.is_coarse else _WEIGHTS
 
         def rounding(name: str, norm: float) -> Rounding:
-            change = float((own[name].double() - start[name].double()).norm()) if name in start else 0.0
+            change = (
+                float((own[name].double() - start[name].double()).norm()) if name in start else 0.0
+            )
             eps = torch.finfo(own[name].dtype).eps if own[name].is_floating_point() else 0.0
             noise = _NOISE * self.noise["weights"].get(name, 0.0)
             return Rounding(4 * eps, max(share * change, noise, 1e-30))
@@ -420,7 +464,9 @@ class Comparison:
 
     def starts(self) -> list[Finding]:
         """Return the parameters that do not begin alike on all ranks, or in one process."""
-        return self._findings("start", self.one.of_one("start"), lambda name, norm: Rounding(1e-6, 0.0))
+        return self._findings(
+            "start", self.one.of_one("start"), lambda name, norm: Rounding(1e-6, 0.0)
+        )
 
     def _findings(self, kind: str, wanted: Mapping[str, Tensor], rounding: Any) -> list[Finding]:
         found, skipped = [], []
@@ -433,7 +479,9 @@ class Comparison:
             if held[0][1].shape != tuple(one.shape):
                 skipped.append(name)
                 continue
-            found.append(compare(name, one, held, self.degrees, rounding(name, float(one.double().norm()))))
+            found.append(
+                compare(name, one, held, self.degrees, rounding(name, float(one.double().norm())))
+            )
         if skipped:
             note = f"{len(skipped)} parameters are divided in a way that is not known, and were not compared: {', '.join(skipped[:3])}"
             if note not in self.notes:
@@ -459,8 +507,12 @@ class Comparison:
         """Return the loss in one process and on the layout: ranks have a mean over their samples, or a part of a sum."""
         own = [_loss(rank) for rank in self.layout.ranks]
         wanted = _loss(self.one.first)
-        nearest = min((sum(own) / len(own), sum(own), own[0]), key=lambda value: abs(value - wanted))
-        return wanted, nearest if abs(nearest - wanted) <= 1e-2 * abs(wanted) else sum(own) / len(own)
+        nearest = min(
+            (sum(own) / len(own), sum(own), own[0]), key=lambda value: abs(value - wanted)
+        )
+        return wanted, nearest if abs(nearest - wanted) <= 1e-2 * abs(wanted) else sum(own) / len(
+            own
+        )
 
     def refuse_other_samples(self) -> None:
         """Raise where a difference may come from other samples, or from random numbers.

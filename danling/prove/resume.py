@@ -82,7 +82,9 @@ class ResumeProof:
             )
         kill = min(self.updates, 2 * made // 3)
         work = self.script.copied("work")
-        killed = self._start(self.script, "killed", kill, f"up to a SIGKILL after update {kill}", directory=work)
+        killed = self._start(
+            self.script, "killed", kill, f"up to a SIGKILL after update {kill}", directory=work
+        )
         self._have_same_ranks(whole, killed, self.script)
         self._begins_alike(whole, killed, kill)
         resumed = self._start(self.resumed, "resumed", made, "resumed", directory=work, ends=True)
@@ -90,7 +92,14 @@ class ResumeProof:
         self._resumes(whole, resumed, kill)
 
     def _start(
-        self, script: Script, name: str, updates: int, where: str, *, directory: Path | None = None, ends: bool = False
+        self,
+        script: Script,
+        name: str,
+        updates: int,
+        where: str,
+        *,
+        directory: Path | None = None,
+        ends: bool = False,
     ) -> list[list[Line]]:
         announce(f"the script makes up to {updates} updates {where}, within {script.timeout:g} s")
         job = Job(directory="", updates=updates, mode="resume")
@@ -99,19 +108,29 @@ class ResumeProof:
         found = []
         for rank in range(self.report.processes):
             file = records / f"rank-{rank}.jsonl"
-            found.append([json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [])
+            found.append(
+                [json.loads(line) for line in file.read_text().splitlines()]
+                if file.exists()
+                else []
+            )
         if not found or not all(found):
-            raise NotChecked(f"no update of a torch optimizer was seen where the script was {where.partition(' ')[0]}")
+            raise NotChecked(
+                f"no update of a torch optimizer was seen where the script was {where.partition(' ')[0]}"
+            )
         return found
 
-    def _have_same_ranks(self, whole: Sequence[object], other: Sequence[object], script: Script) -> None:
+    def _have_same_ranks(
+        self, whole: Sequence[object], other: Sequence[object], script: Script
+    ) -> None:
         if len(whole) != len(other):
             raise NotChecked(
                 f"Expected a command that starts {len(whole)} processes, as the undisturbed script has. Received: "
                 f"{shlex.join(script.command)!r}, which starts {len(other)}."
             )
 
-    def _begins_alike(self, whole: Sequence[Sequence[Line]], killed: Sequence[Sequence[Line]], kill: int) -> None:
+    def _begins_alike(
+        self, whole: Sequence[Sequence[Line]], killed: Sequence[Sequence[Line]], kill: int
+    ) -> None:
         for rank, (one, two) in enumerate(zip(whole, killed)):
             for number, (a, b) in enumerate(zip(one, two), 1):
                 others = _differing(a, b)
@@ -125,7 +144,9 @@ class ResumeProof:
         detail = f"updates 1 to {kill} of two starts are bitwise the same"
         self.report.checks.append(("begins alike", "ok", detail))
 
-    def _resumes(self, whole: Sequence[Sequence[Line]], resumed: Sequence[Sequence[Line]], kill: int) -> None:
+    def _resumes(
+        self, whole: Sequence[Sequence[Line]], resumed: Sequence[Sequence[Line]], kill: int
+    ) -> None:
         report = self.report
         worst: tuple[int, int | None, int, list[str]] | None = None
         for rank, (one, two) in enumerate(zip(whole, resumed)):
@@ -140,7 +161,10 @@ class ResumeProof:
                 )
             report.begins = begins
             # Gradients are reduced: where the loss of one rank differs, those of all ranks do in the same update.
-            if others and (worst is None or (number, _ORDER.index(others[0])) < (worst[2], _ORDER.index(worst[3][0]))):
+            if others and (
+                worst is None
+                or (number, _ORDER.index(others[0])) < (worst[2], _ORDER.index(worst[3][0]))
+            ):
                 worst = (rank, begins, number, others)
             compared = min(len(two), len(one) - begins + 1)
         name = "resumes after SIGKILL"
@@ -167,7 +191,9 @@ def _differing(one: Line, two: Line) -> list[str]:
     return [what for what in _ORDER if one[names.get(what, what)] != two[names.get(what, what)]]
 
 
-def _compared(one: Sequence[Line], two: Sequence[Line], kill: int) -> tuple[int | None, int, list[str]]:
+def _compared(
+    one: Sequence[Line], two: Sequence[Line], kill: int
+) -> tuple[int | None, int, list[str]]:
     """Return the update that a resumed script begins with, the first one that differs, and in what."""
     best: tuple[int | None, int, list[str]] = (None, 0, [])
     # Weights that do not change, as with a learning rate of 0, are those before several updates.

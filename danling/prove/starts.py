@@ -102,7 +102,9 @@ class Script:
             _name_links(tuple(linked))
         return self.scratch / name
 
-    def start(self, name: str, job: Job, *, alone: bool, directory: Path | None = None, ends: bool = False) -> int:
+    def start(
+        self, name: str, job: Job, *, alone: bool, directory: Path | None = None, ends: bool = False
+    ) -> int:
         """Start the script, and return the number of its ranks once all have written their records.
 
         Args:
@@ -146,7 +148,9 @@ class Script:
         try:
             with held_port() as port:
                 # Of torchrun, whose own default is one port for all.
-                environment.setdefault("PET_MASTER_PORT", os.environ.get("PET_MASTER_PORT", str(port)))
+                environment.setdefault(
+                    "PET_MASTER_PORT", os.environ.get("PET_MASTER_PORT", str(port))
+                )
                 if number is not None:
                     environment |= rank_variables(number, port)
                 for rank in range(number or 1):
@@ -154,7 +158,9 @@ class Script:
                     log = records / f"output-{rank}.log"
                     both = {**environment, **own}
                     try:
-                        processes.append(start_program(command, None, log=log, environment=both, directory=work))
+                        processes.append(
+                            start_program(command, None, log=log, environment=both, directory=work)
+                        )
                     except ValueError as error:
                         raise NotChecked(str(error)) from None
                 yield processes
@@ -167,7 +173,12 @@ class Script:
                 end_program(process)
 
     def _wait(
-        self, records: Path, processes: Sequence[subprocess.Popen[bytes]], job: Job, alone: bool, ends: bool
+        self,
+        records: Path,
+        processes: Sequence[subprocess.Popen[bytes]],
+        job: Job,
+        alone: bool,
+        ends: bool,
     ) -> int:
         end = time.monotonic() + self.timeout
         others: float | None = None
@@ -193,10 +204,14 @@ class Script:
                 raise self._failed(records, 0, f"no end in {self.timeout:g} s", job, alone)
             if others is not None and time.monotonic() > others:
                 missing = len(done)
-                raise self._failed(records, 0, f"only {missing} of {number} ranks make so many updates", job, alone)
+                raise self._failed(
+                    records, 0, f"only {missing} of {number} ranks make so many updates", job, alone
+                )
             time.sleep(_POLL_SECONDS)
 
-    def _ended(self, records: Path, codes: Sequence[int | None], job: Job, alone: bool) -> NotChecked:
+    def _ended(
+        self, records: Path, codes: Sequence[int | None], job: Job, alone: bool
+    ) -> NotChecked:
         rank = next((rank for rank, code in enumerate(codes) if code), 0)
         code = codes[rank]
         return self._failed(records, rank, f"exit code {code}" if code else "it ended", job, alone)
@@ -204,7 +219,11 @@ class Script:
     def _failed(self, records: Path, rank: int, how: str, job: Job, alone: bool) -> NotChecked:
         files = [*records.glob("rank-0.update-*.pt"), *records.glob("rank-0.jsonl")]
         updates = sum(len(f.read_text().splitlines()) if f.suffix == ".jsonl" else 1 for f in files)
-        lines = ProgramEnd(None, records / f"output-{rank}.log").tail.strip().splitlines()[-_TAIL_LINES:]
+        lines = (
+            ProgramEnd(None, records / f"output-{rank}.log")
+            .tail.strip()
+            .splitlines()[-_TAIL_LINES:]
+        )
         where = "in one process" if alone else "on its processes"
         printed = "".join(f"\n    {line}" for line in lines)
         return NotChecked(
@@ -260,7 +279,9 @@ def private_directory(directory: Path) -> Path:
         ValueError: If it is not empty.
     """
     if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"Expected --scratch to be a new or an empty directory. Received: {str(directory)!r}.")
+        raise ValueError(
+            f"Expected --scratch to be a new or an empty directory. Received: {str(directory)!r}."
+        )
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.chmod(0o700)
     return directory
@@ -317,4 +338,7 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_environment(directory: Path) -> bool:
-    return directory.name in (".git", "node_modules", "__pycache__") or (directory / "pyvenv.cfg").exists()
+    return (
+        directory.name in (".git", "node_modules", "__pycache__")
+        or (directory / "pyvenv.cfg").exists()
+    )

@@ -41,7 +41,9 @@ class RemoteStores:
         """Return a client of a store, with the settings of `checkpoint.remote`."""
         remote = self._runner.config.checkpoint.remote
         settings = RemoteSettings(
-            part_size=remote.part_size, timeout_seconds=remote.timeout_seconds, retries=remote.retries
+            part_size=remote.part_size,
+            timeout_seconds=remote.timeout_seconds,
+            retries=remote.retries,
         )
         store = open_store(url, settings=settings, credentials=self._runner.remote_credentials)
         store.starting = True
@@ -61,7 +63,9 @@ class RemoteStores:
     def home(self) -> StoredRun:
         """The run itself, where `checkpoint.remote.url` is set."""
         url = str(self._runner.config.checkpoint.remote.url)
-        return StoredRun(self.connect(url), RunLayout(self.run_location.family, self.run_location.instance))
+        return StoredRun(
+            self.connect(url), RunLayout(self.run_location.family, self.run_location.instance)
+        )
 
     @cached_property
     def sources(self) -> RemoteSources:
@@ -84,7 +88,9 @@ class RemoteStores:
         place = place_of(asked) if asked and "://" in asked else None
         run = self.home if place is None else StoredRun(self.connect(place.base), place.layout)
         try:
-            settings = parse_yaml(run.store.get(run.layout.file("metadata/config.full.yaml")).decode())
+            settings = parse_yaml(
+                run.store.get(run.layout.file("metadata/config.full.yaml")).decode()
+            )
         except (RemoteMissing, ValueError, YAMLError):
             return None
         seed = settings.get("seed") if isinstance(settings, dict) else None

@@ -93,7 +93,11 @@ def trials(store: RemoteStore) -> dict[str, Callable[[], tuple[str, str]]]:
                 return "failed", "a listing does not have what was put"
             store.delete(key)
             gone = not any(store.list(prefix))
-        return ("ok", "put, get, list, delete") if gone else ("failed", "what was deleted is still there")
+        return (
+            ("ok", "put, get, list, delete")
+            if gone
+            else ("failed", "what was deleted is still there")
+        )
 
     def conditions() -> tuple[str, str]:
         missing = unkept(store, f"{prefix}/lock")
@@ -103,9 +107,14 @@ def trials(store: RemoteStore) -> dict[str, Callable[[], tuple[str, str]]]:
 
     def clock() -> tuple[str, str]:
         skew = (datetime.now(UTC) - _now_there(store, key)).total_seconds()
-        detail = f"this machine is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the store"
+        detail = (
+            f"this machine is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the store"
+        )
         if abs(skew) > _LARGEST_SKEW_SECONDS:
-            return "failed", f"{detail}, which refuses requests from about 15 minutes on: set the clock"
+            return (
+                "failed",
+                f"{detail}, which refuses requests from about 15 minutes on: set the clock",
+            )
         return "ok", detail
 
     return {"objects": objects, "conditions": conditions, "clock": clock}
@@ -151,7 +160,14 @@ class Writer:
     @classmethod
     def me(cls, seconds: float) -> Writer:
         """Return what describes this process."""
-        return cls(uuid.uuid4().hex, socket.gethostname(), _machine(), os.getpid(), _born(os.getpid()), seconds)
+        return cls(
+            uuid.uuid4().hex,
+            socket.gethostname(),
+            _machine(),
+            os.getpid(),
+            _born(os.getpid()),
+            seconds,
+        )
 
     def text(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -194,7 +210,9 @@ def _born(pid: int) -> str:
 class Lease:
     """The right to write a run in a store."""
 
-    def __init__(self, store: RemoteStore, key: str, *, seconds: float = SECONDS, again: bool = False) -> None:
+    def __init__(
+        self, store: RemoteStore, key: str, *, seconds: float = SECONDS, again: bool = False
+    ) -> None:
         self.store = store
         self.key = key
         self.seconds = seconds
@@ -229,14 +247,23 @@ class Lease:
             try:
                 content, tag = self.store.get_tagged(self.key)
                 # For how many seconds it was not renewed, by the clock of the store.
-                age = (_now_there(self.store, self.key) - self.store.head(self.key).modified).total_seconds()
+                age = (
+                    _now_there(self.store, self.key) - self.store.head(self.key).modified
+                ).total_seconds()
             except RemoteMissing:
                 continue
             holder = Writer.parse(content)
-            follows = self._again and holder is not None and bool(holder.runs) and holder.pid == os.getpid()
+            follows = (
+                self._again
+                and holder is not None
+                and bool(holder.runs)
+                and holder.pid == os.getpid()
+            )
             if holder is None or holder.runs is False or age > holder.seconds or follows:
                 with suppress(RemoteConflict, RemoteMissing):
-                    self._tag = self.store.put_if_match(self.key, Writer.me(self.seconds).text(), tag)
+                    self._tag = self.store.put_if_match(
+                        self.key, Writer.me(self.seconds).text(), tag
+                    )
                     break
                 continue
             if waits is None and not holder.runs:
@@ -284,7 +311,11 @@ class Lease:
     @property
     def lost(self) -> RemoteError | None:
         """Why nothing may be written now, or any more; `None` while this process is the writer."""
-        if self._error is None and self._thread is not None and time.monotonic() - self._renewed > self.seconds:
+        if (
+            self._error is None
+            and self._thread is not None
+            and time.monotonic() - self._renewed > self.seconds
+        ):
             return RemoteUnavailable(
                 f"Expected the right to write {self._run} to be renewed in {self.seconds:.0f} s. Received: no answer of the store. Look "
                 "whether it can be reached."
@@ -320,7 +351,11 @@ def _now_there(store: RemoteStore, key: str) -> datetime:
 
 def remove_probes(store: RemoteStore, key: str) -> None:
     """Remove what killed processes left of their trial of a store's conditions."""
-    found = [entry for entry in store.list(key.rpartition("/")[0], after=key) if entry.key.startswith(f"{key}{_PROBE}")]
+    found = [
+        entry
+        for entry in store.list(key.rpartition("/")[0], after=key)
+        if entry.key.startswith(f"{key}{_PROBE}")
+    ]
     if found:
         now = _now_there(store, key)
     for entry in found:

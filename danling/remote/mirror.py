@@ -151,7 +151,9 @@ class RunMirror:
 
     def _begin(self) -> None:
         checkpoints = self._manager.checkpoints
-        here = [store for store in checkpoints.stores if not (store.is_elsewhere or store.is_partial)]
+        here = [
+            store for store in checkpoints.stores if not (store.is_elsewhere or store.is_partial)
+        ]
         local = [(record, store) for store in here for record in store.records(complete=True)]
         # Ask the store for everything before the thread begins, which tracks the objects from then on.
         there = {found.record.name: found.record for found in self.run.named()}
@@ -167,13 +169,20 @@ class RunMirror:
         missing = [
             (record, store)
             for record, store in local
-            if is_name(record.name) and (record.name not in there or record.sequence > there[record.name].sequence)
+            if is_name(record.name)
+            and (record.name not in there or record.sequence > there[record.name].sequence)
         ]
         missing.sort(key=lambda pair: (pair[0].sequence, pair[0].name == "latest"))
         # A process that was killed may have left files of a save that never became visible, or that retention had given up.
-        coming = {store.target(store.path(r.name)).name for r, store in missing if isinstance(store, TargetStore)}
+        coming = {
+            store.target(store.path(r.name)).name
+            for r, store in missing
+            if isinstance(store, TargetStore)
+        }
         self._sweep(None, coming)
-        for _, group in groupby(missing, key=lambda pair: (pair[0].sequence, isinstance(pair[1], TargetStore))):
+        for _, group in groupby(
+            missing, key=lambda pair: (pair[0].sequence, isinstance(pair[1], TargetStore))
+        ):
             pairs = list(group)
             record, store = pairs[0]
             names = tuple(r.name for r, _ in pairs)
@@ -204,7 +213,9 @@ class RunMirror:
 
     def _enqueue(self, saved: Saved) -> None:
         try:
-            upload = self._file(saved) if saved.target is None else self._target(saved, saved.target)
+            upload = (
+                self._file(saved) if saved.target is None else self._target(saved, saved.target)
+            )
         except (CheckpointError, OSError) as error:
             with self._changed:
                 self._failure = error
@@ -216,12 +227,16 @@ class RunMirror:
         with self._changed:
             if self._alone:
                 dropped = [waiting for waiting in self._waiting if waiting.saved.may_give_way]
-                self._waiting = deque(waiting for waiting in self._waiting if not waiting.saved.may_give_way)
+                self._waiting = deque(
+                    waiting for waiting in self._waiting if not waiting.saved.may_give_way
+                )
             self._waiting.append(upload)
             self._given_up = False
             if self._thread is None:
                 # A daemon: an upload that hangs must not keep a process alive that close() has given up waiting for.
-                self._thread = threading.Thread(target=self._work, name="danling-remote", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._work, name="danling-remote", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
         for upload in dropped:
@@ -246,7 +261,11 @@ class RunMirror:
         path = self._manager.directory / TARGETS / target
         sums = path / SUMS
         # Ranks need not see each other's disks: only rank 0 has the manifest for sure.
-        manifest = read_manifest(sums, f"{target}/{SUMS}") if self._rank == 0 or storage.size_of(sums) else None
+        manifest = (
+            read_manifest(sums, f"{target}/{SUMS}")
+            if self._rank == 0 or storage.size_of(sums)
+            else None
+        )
         known = manifest.files if manifest is not None else {}
         parts = {}
         for file in sorted(saved.own):
@@ -254,8 +273,15 @@ class RunMirror:
             parts[target_key(target, file)] = Part(path / file, size, digest)
         visible, others = {}, {}
         if manifest is not None and self._rank == 0:
-            visible = {visible_key(target): manifest.text(), **dict.fromkeys(saved.names, f"{target}\n")}
-            others = {target_key(target, file): size for file, (size, _) in known.items() if file not in saved.own}
+            visible = {
+                visible_key(target): manifest.text(),
+                **dict.fromkeys(saved.names, f"{target}\n"),
+            }
+            others = {
+                target_key(target, file): size
+                for file, (size, _) in known.items()
+                if file not in saved.own
+            }
         return Upload(saved, parts, visible, others)
 
     def pending(self) -> frozenset[int]:
@@ -292,13 +318,17 @@ class RunMirror:
         with self._changed:
             idle = self._changed.wait_for(lambda: self._is_idle or self._final, timeout)
             failed = not idle or self._failure is not None
-            self._given_up = failed and time.monotonic() - begun > self.run.store.settings.timeout_seconds
+            self._given_up = (
+                failed and time.monotonic() - begun > self.run.store.settings.timeout_seconds
+            )
             self._ending = False
         if self._rank == 0 and not failed and self._is_idle and self.lease.lost is None:
             try:
                 self._copy_files()
             except (RemoteError, OSError) as error:
-                logger.warning("The files of the run are not in %s as they are here: %s", self.run.url, error)
+                logger.warning(
+                    "The files of the run are not in %s as they are here: %s", self.run.url, error
+                )
 
     def close(self, timeout: float | None = None) -> None:
         """Wait, and end."""
@@ -321,7 +351,11 @@ class RunMirror:
                 self._thread.join()
             return
         safe = "none" if self.committed_step is None else f"step {self.committed_step}"
-        why = str(failure) if failure is not None else f"the upload was not done within {timeout} seconds."
+        why = (
+            str(failure)
+            if failure is not None
+            else f"the upload was not done within {timeout} seconds."
+        )
         raise RemoteError(
             f"Expected the last save in {self.run.url}. Received: {why} The newest that is safe there: {safe}. The last one is in "
             f"{self._manager.directory}: start again with auto_resume, which uploads it."
@@ -333,8 +367,13 @@ class RunMirror:
 
     def figures(self, step: int) -> dict[str, float]:
         """Return how far the store is behind, and how fast it is written."""
-        values = {"lag_steps": float(step - (self.committed_step or 0)), "bytes": float(self._bytes)}
-        return values | ({"bytes_per_second": self._bytes / self._seconds} if self._seconds > 0 else {})
+        values = {
+            "lag_steps": float(step - (self.committed_step or 0)),
+            "bytes": float(self._bytes),
+        }
+        return values | (
+            {"bytes_per_second": self._bytes / self._seconds} if self._seconds > 0 else {}
+        )
 
     # The thread
 
@@ -370,7 +409,9 @@ class RunMirror:
             if error is not None:
                 with self._changed:
                     # A call that waits for the end does not wait for the next attempt.
-                    self._changed.wait_for(lambda: self._closed or (self._ending and not self._final), delay)
+                    self._changed.wait_for(
+                        lambda: self._closed or (self._ending and not self._final), delay
+                    )
                 delay = min(2 * delay, _LONGEST_DELAY)
 
     def _fail(self, error: BaseException) -> None:
@@ -407,10 +448,17 @@ class RunMirror:
             names = ", ".join(saved.names)
             seconds = time.monotonic() - begun
             logger.info(
-                "Step %d is safe in %s (%s): %.1f MB in %.1f s.", saved.step, self.run.url, names, size / 1e6, seconds
+                "Step %d is safe in %s (%s): %.1f MB in %.1f s.",
+                saved.step,
+                self.run.url,
+                names,
+                size / 1e6,
+                seconds,
             )
         with self._changed:
-            spared = {owner_of(key) for other in self._waiting for key in (*other.parts, *other.visible)}
+            spared = {
+                owner_of(key) for other in self._waiting for key in (*other.parts, *other.visible)
+            }
         self._sweep(saved.sequence, spared)
 
     def _check_lease(self) -> None:
@@ -475,7 +523,9 @@ class RunMirror:
                     if self._copied.get(path) == state:
                         continue
                     if found.st_nlink > 1:
-                        raise ValueError("it has another name (a hard link), and may be a file of another place")
+                        raise ValueError(
+                            "it has another name (a hard link), and may be a file of another place"
+                        )
                     if found.st_size > _LARGEST_FILE:
                         raise ValueError(f"it has more than {_LARGEST_FILE:,} bytes")
                     # Read the whole file at once: a line appended meanwhile must not go up in part.
@@ -488,7 +538,9 @@ class RunMirror:
                     self._unread.add(path)
                     logger.warning("%s is not copied to %s: %s", path, self.run.url, error)
                 continue
-            self.run.store.put(self.run.layout.file(path.relative_to(self._directory).as_posix()), content)
+            self.run.store.put(
+                self.run.layout.file(path.relative_to(self._directory).as_posix()), content
+            )
             self._copied[path] = state
 
 

@@ -34,7 +34,11 @@ def bring_files(store: RemoteStore, prefix: str, directory: Path) -> int:
     `progress.json` is left out: it belongs to the process that has written it.
     """
     named = [(found, found.key[len(prefix) + 1 :]) for found in store.list(prefix)]
-    return sum(bring_object(store, found, name, directory) for found, name in named if name != "progress.json")
+    return sum(
+        bring_object(store, found, name, directory)
+        for found, name in named
+        if name != "progress.json"
+    )
 
 
 def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: Path) -> bool:
@@ -90,7 +94,11 @@ class RemoteCheckpoints(CheckpointStore):
         if is_target(record.name):
             return self._targets.path(record.name)
         # A file and a pointer may have one name, after a change of `checkpoint.backend`.
-        return next(self.target(self.directory / found.entry) for found in self.run.named() if found.record == record)
+        return next(
+            self.target(self.directory / found.entry)
+            for found in self.run.named()
+            if found.record == record
+        )
 
     def find(self, source: str | Path) -> Path | None:
         path = Path(source)
@@ -120,7 +128,11 @@ class RemoteCheckpoints(CheckpointStore):
         found = self.run.describe(path.name)
         problems = self.run.problems(found)
         if level == "full" and not problems:
-            problems = [problem for file in found.manifest.files for problem in self._differences(found, file)]
+            problems = [
+                problem
+                for file in found.manifest.files
+                for problem in self._differences(found, file)
+            ]
         if found.target is not None:
             problems += misled(path, found.record)
         return found.manifest, problems
@@ -147,7 +159,9 @@ class RemoteCheckpoints(CheckpointStore):
         if problems:
             raise CheckpointDamaged("; ".join(problems))
         storage.make_directory(self.directory)
-        storage.require_space(self.directory, sum(size for size, _ in found.manifest.files.values()))
+        storage.require_space(
+            self.directory, sum(size for size, _ in found.manifest.files.values())
+        )
         # All names of the save. `latest` becomes visible last, as in a save.
         same = [
             r.record
@@ -185,7 +199,9 @@ class RemoteCheckpoints(CheckpointStore):
         try:
             manifest, problems = local.examine(path, "size")
             # An older file may have the same name here.
-            is_here = not problems and (is_target(path.name) or manifest == self.run.describe(path.name).manifest)
+            is_here = not problems and (
+                is_target(path.name) or manifest == self.run.describe(path.name).manifest
+            )
         except (CheckpointError, OSError):
             is_here = False
         if not is_here:
@@ -200,7 +216,11 @@ class RemoteSources:
     """Where a manager finds checkpoints in object stores: those of its run, and what a URL names."""
 
     def __init__(
-        self, directory: Path, *, connect: Callable[[str], RemoteStore] = open_store, home: StoredRun | None = None
+        self,
+        directory: Path,
+        *,
+        connect: Callable[[str], RemoteStore] = open_store,
+        home: StoredRun | None = None,
     ) -> None:
         self._directory = directory
         self._connect = connect
@@ -258,7 +278,9 @@ def local_copy(url: str, *, files: Sequence[str] = ()) -> Iterator[Path]:
             store, name = sources.named(url)
             path = store.find(name)
             if path is None:
-                raise CheckpointNotFound(f"Expected a checkpoint at {url}. Received: none. Name one that is there.")
+                raise CheckpointNotFound(
+                    f"Expected a checkpoint at {url}. Received: none. Name one that is there."
+                )
             store.verify(path, "full")
             for below in files:
                 bring_files(store.run.store, store.run.layout.file(below), Path(folder, below))
@@ -270,9 +292,13 @@ def stored_checkpoints(url: str) -> tuple[RemoteCheckpoints, list[Path]]:
     place = place_of(url)
     # Nothing is brought to the directory.
     store = RemoteCheckpoints(Path(CHECKPOINTS), StoredRun(open_store(place.base), place.layout))
-    listed = store.listed() if place.wanted is None else [Path(store.run.choose(place.wanted).entry)]
+    listed = (
+        store.listed() if place.wanted is None else [Path(store.run.choose(place.wanted).entry)]
+    )
     if not listed:
-        raise CheckpointNotFound(f"Expected a checkpoint at {url}. Received: none. Name the URL of a run.")
+        raise CheckpointNotFound(
+            f"Expected a checkpoint at {url}. Received: none. Name the URL of a run."
+        )
     return store, listed
 
 
@@ -295,7 +321,9 @@ def runs_below(url: str, directory: Path) -> list[Run]:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 log.touch()
     if not roots:
-        raise FileNotFoundError(f"Expected runs below {store.url!r}. Received: none. Name another URL.")
+        raise FileNotFoundError(
+            f"Expected runs below {store.url!r}. Received: none. Name another URL."
+        )
     runs = find_runs(directory)
     if roots == [""]:
         return [replace(run, location=store.url, name=store.url.rpartition("/")[2]) for run in runs]

@@ -126,7 +126,11 @@ class Tag(NamedTuple):
     @property
     def condition(self) -> dict[str, str]:
         """What the client takes for it."""
-        return {name: value for name, value in (("e_tag", self.entity), ("version", self.version)) if value is not None}
+        return {
+            name: value
+            for name, value in (("e_tag", self.entity), ("version", self.version))
+            if value is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,9 @@ def open_store(
 class RemoteStore:
     """A client of the store at a URL. See `open_store`. Every method raises `RemoteError` or one of its subclasses."""
 
-    def __init__(self, url: str, *, settings: RemoteSettings, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self, url: str, *, settings: RemoteSettings, credentials: Credentials | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self.settings = settings
         self.bare_tags = False
@@ -175,7 +181,9 @@ class RemoteStore:
         self._ask(
             "put",
             key,
-            lambda store: _obstore().put(store, key, content, chunk_size=size, max_concurrency=_PARTS_AT_ONCE),
+            lambda store: _obstore().put(
+                store, key, content, chunk_size=size, max_concurrency=_PARTS_AT_ONCE
+            ),
         )
 
     def put_if_absent(self, key: str, content: bytes) -> Tag:
@@ -187,9 +195,13 @@ class RemoteStore:
 
     def put_if_match(self, key: str, content: bytes, tag: Tag) -> Tag:
         """Replace a small object, if it is the one with this tag. No other writer may store the same contents, as in `put_if_absent`."""
-        return self._put_on_condition(key, content, (tag.bare if self.bare_tags else tag).condition, RemoteConflict)
+        return self._put_on_condition(
+            key, content, (tag.bare if self.bare_tags else tag).condition, RemoteConflict
+        )
 
-    def _put_on_condition(self, key: str, content: bytes, mode: object, refused: type[RemoteError]) -> Tag:
+    def _put_on_condition(
+        self, key: str, content: bytes, mode: object, refused: type[RemoteError]
+    ) -> Tag:
         try:
             found = self._ask(
                 "put",
@@ -221,7 +233,9 @@ class RemoteStore:
             found = _obstore().get(store, key)
             size = int(found.meta["size"])
             if size > limit:
-                raise RemoteError(f"Expected an object of at most {limit:,} bytes at {key}. Received: {size:,} bytes.")
+                raise RemoteError(
+                    f"Expected an object of at most {limit:,} bytes at {key}. Received: {size:,} bytes."
+                )
             return bytes(found.bytes()), Tag.of(found.meta)
 
         found: tuple[bytes, Tag] = self._ask("get", key, read)
@@ -229,8 +243,12 @@ class RemoteStore:
 
     def chunks(self, key: str, size: int = 8 << 20) -> Iterator[memoryview]:
         """Yield the contents of an object piece by piece; a large one need not fit into memory."""
-        stream = self._ask("get", key, lambda store: _obstore().get(store, key).stream(min_chunk_size=size))
-        while (piece := self._ask("get", key, lambda _: next(stream, None), patient=False)) is not None:
+        stream = self._ask(
+            "get", key, lambda store: _obstore().get(store, key).stream(min_chunk_size=size)
+        )
+        while (
+            piece := self._ask("get", key, lambda _: next(stream, None), patient=False)
+        ) is not None:
             yield memoryview(piece)
 
     def head(self, key: str) -> RemoteObject:
@@ -274,8 +292,12 @@ class RemoteStore:
 
     def _level(self, prefix: str) -> tuple[Sequence[str], Sequence[RemoteObject]]:
         """Return the names of directories directly below a prefix, sorted, and the objects there."""
-        found = self._ask("list", prefix, lambda store: _obstore().list_with_delimiter(store, prefix or None))
-        names = sorted(str(name).rstrip("/").rpartition("/")[2] for name in found["common_prefixes"])
+        found = self._ask(
+            "list", prefix, lambda store: _obstore().list_with_delimiter(store, prefix or None)
+        )
+        names = sorted(
+            str(name).rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]
+        )
         return names, [_object(entry) for entry in found["objects"]]
 
     def _walk(self, prefix: str) -> Iterator[RemoteObject]:
@@ -302,7 +324,11 @@ class RemoteStore:
     def _name_bad_key(self, error: RemoteBadKey) -> None:
         if not self._has_bad_key:
             self._has_bad_key = True
-            logger.warning("%s has an object that no run has made, and whose key cannot be read: %s", self.url, error)
+            logger.warning(
+                "%s has an object that no run has made, and whose key cannot be read: %s",
+                self.url,
+                error,
+            )
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is gone already is no error."""
@@ -340,7 +366,10 @@ class RemoteStore:
                     may_renew = False
                     self._client = _open(self.url, self.settings, self._credentials)
                     continue
-                if not (patient and self.starting and isinstance(failure, RemoteUnavailable)) or time.monotonic() > end:
+                if (
+                    not (patient and self.starting and isinstance(failure, RemoteUnavailable))
+                    or time.monotonic() > end
+                ):
                     raise failure from error
                 if end == math.inf:
                     end = time.monotonic() + STARTING_SECONDS
@@ -407,7 +436,11 @@ def _open(url: str, settings: RemoteSettings, credentials: Credentials | None) -
         "retry_config": {
             "max_retries": settings.retries,
             "retry_timeout": seconds + timedelta(seconds=_RETRY_SECONDS),
-            "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2},
+            "backoff": {
+                "init_backoff": timedelta(seconds=0.2),
+                "max_backoff": timedelta(seconds=10),
+                "base": 2,
+            },
         },
     }
     if scheme in ("s3", "s3a"):
@@ -423,7 +456,9 @@ def _object(entry: Mapping[str, Any]) -> RemoteObject:
     return RemoteObject(entry["path"], entry["size"], entry["last_modified"])
 
 
-def _error_of(error: Exception, operation: str, place: str, refused: type[RemoteError]) -> RemoteError:
+def _error_of(
+    error: Exception, operation: str, place: str, refused: type[RemoteError]
+) -> RemoteError:
     """Return the error of this library for one of the client."""
     from obstore import exceptions
 
@@ -437,13 +472,19 @@ def _error_of(error: Exception, operation: str, place: str, refused: type[Remote
     if any(sign in text for sign in _SKEWED):
         return RemoteDenied(f"{expected} The clock of this machine is off: set it.")
     denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-    if isinstance(error, denied) or named in _DENIED_CODES or (status and status.group(1) in ("401", "403")):
+    if (
+        isinstance(error, denied)
+        or named in _DENIED_CODES
+        or (status and status.group(1) in ("401", "403"))
+    ):
         return RemoteDenied(
             f"{expected} Give credentials that are valid and allow it: in the environment, or by the hook remote_credentials()."
         )
     no_bucket = any(name in text for name in _NO_BUCKET)
     if isinstance(error, FileNotFoundError) or no_bucket:
-        fix = "Make the bucket, or name another one" if no_bucket else "Name an object that is there"
+        fix = (
+            "Make the bucket, or name another one" if no_bucket else "Name an object that is there"
+        )
         return RemoteMissing(f"{expected} {fix}.")
     changed = RemoteExists if refused is RemoteExists else RemoteConflict
     others: list[tuple[type[Exception], type[RemoteError], str]] = [
@@ -462,4 +503,7 @@ def _error_of(error: Exception, operation: str, place: str, refused: type[Remote
 def _first_line(error: Exception) -> str:
     """Return what an error says, on one line and without the client's own dump of it."""
     text = str(error).partition("Debug source:")[0]
-    return " ".join(re.sub(r"<\?xml.*", "", text, flags=re.DOTALL).split()).rstrip(" .:") or type(error).__name__
+    return (
+        " ".join(re.sub(r"<\?xml.*", "", text, flags=re.DOTALL).split()).rstrip(" .:")
+        or type(error).__name__
+    )

@@ -147,10 +147,16 @@ class StoredRun:
 
     def entries(self) -> list[str]:
         """Return what counts: files, pointers, and targets that no pointer leads to. Keys of no known form are left out."""
-        files = {key.removesuffix(FILE_SUMS) for key in self.sizes if key.endswith(f"{SUFFIX}{FILE_SUMS}")}
+        files = {
+            key.removesuffix(FILE_SUMS)
+            for key in self.sizes
+            if key.endswith(f"{SUFFIX}{FILE_SUMS}")
+        }
         files = {file for file in files if is_name(file.removesuffix(SUFFIX))}
         pointers = set(filter(is_name, self.sizes))
-        owners = {owner for key in self.sizes if (owner := owner_of(key)) and key == visible_key(owner)}
+        owners = {
+            owner for key in self.sizes if (owner := owner_of(key)) and key == visible_key(owner)
+        }
         nameless = owners - {self._pointed(name) for name in pointers}
         return [*sorted(files), *sorted(pointers), *sorted(nameless)]
 
@@ -161,7 +167,9 @@ class StoredRun:
         if entry.endswith(SUFFIX):
             manifest = self._manifest(visible_key(entry))
             if set(manifest.files) != {entry}:
-                raise CheckpointDamaged(f"its manifest describes {', '.join(sorted(manifest.files))}")
+                raise CheckpointDamaged(
+                    f"its manifest describes {', '.join(sorted(manifest.files))}"
+                )
             return Described(entry, None, manifest)
         target = entry if is_target(entry) else self._pointed(entry)
         if not target or not self.has(target):
@@ -185,7 +193,10 @@ class StoredRun:
         kinds = [wanted] if wanted.endswith(SUFFIX) else [wanted, f"{wanted}{SUFFIX}"]
         found = [self.describe(entry) for entry in kinds if self.has(entry)]
         if not found:
-            there = ", ".join(sorted({entry.removesuffix(SUFFIX) for entry in self.entries()})) or "none"
+            there = (
+                ", ".join(sorted({entry.removesuffix(SUFFIX) for entry in self.entries()}))
+                or "none"
+            )
             raise CheckpointNotFound(
                 f"Expected a checkpoint named {wanted} in {self.url}. Received: none (there are: {there}). Give one that is there."
             )
@@ -198,7 +209,11 @@ class StoredRun:
             key = found.key(name)
             there = self.sizes.get(key)
             if there != size:
-                problems.append(f"{key} is missing" if there is None else f"{key} has {there} bytes instead of {size}")
+                problems.append(
+                    f"{key} is missing"
+                    if there is None
+                    else f"{key} has {there} bytes instead of {size}"
+                )
         return problems
 
     def chunks(self, found: Described, file: str) -> Iterator[memoryview]:
@@ -238,7 +253,9 @@ class StoredRun:
     def _text(self, key: str) -> str | None:
         if key not in self._texts:
             try:
-                self._texts[key] = self.store.get(f"{self.layout.checkpoints}/{key}").decode("utf-8", "replace")
+                self._texts[key] = self.store.get(f"{self.layout.checkpoints}/{key}").decode(
+                    "utf-8", "replace"
+                )
             except RemoteMissing:
                 self._texts[key] = None
         return self._texts[key]
@@ -270,7 +287,9 @@ class StoredRun:
         self._remove([visible_key(found.entry) for found in named if found.record.name in given_up])
         kept = {*spared, *(found.content for found in named if found.record.name not in given_up)}
         gone = [
-            key for key in self.sizes if (owner := owner_of(key)) and owner not in kept and not _is_later(owner, up_to)
+            key
+            for key in self.sizes
+            if (owner := owner_of(key)) and owner not in kept and not _is_later(owner, up_to)
         ]
         # A target without its manifest does not count, whatever else is left when this is interrupted.
         self._remove(sorted(gone, key=lambda key: (not key.endswith(f"/{SUMS}"), key)))
@@ -286,7 +305,11 @@ def owner_of(key: str) -> str | None:
     """Return the digest or the target that an object is a part of; `None` for names and for keys of no known form."""
     head, _, rest = key.partition("/")
     owner, _, file = rest.partition("/")
-    is_part = _DIGEST.fullmatch(rest) if head == OBJECTS else head == TARGETS and is_target(owner) and file
+    is_part = (
+        _DIGEST.fullmatch(rest)
+        if head == OBJECTS
+        else head == TARGETS and is_target(owner) and file
+    )
     return owner if is_part else None
 
 

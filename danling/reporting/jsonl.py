@@ -105,7 +105,9 @@ class JsonLines:
             try:
                 write_all(self._handle, content)
             except OSError:
-                with suppress(OSError):  # the next line must not be joined to the part that was written
+                with suppress(
+                    OSError
+                ):  # the next line must not be joined to the part that was written
                     os.ftruncate(self._handle, before)
                 raise
         except OSError as error:
@@ -162,7 +164,9 @@ class JsonlTracker(JsonLines):
     `null`.
     """
 
-    def log(self, values: Mapping[str, float], step: int, *, beside: Mapping[str, object] | None = None) -> None:
+    def log(
+        self, values: Mapping[str, float], step: int, *, beside: Mapping[str, object] | None = None
+    ) -> None:
         """Append one line, also with plain values `beside` the metrics.
 
         Raises:
@@ -201,7 +205,9 @@ def read_jsonl(file: PathLike) -> list[dict[str, object]]:
         for line in bounded_lines(lines):
             values += 1 + line.count(b",") + line.count(b"[") + line.count(b"{")
             if values > _MOST_VALUES:
-                raise ValueError(f"Expected at most {_MOST_VALUES:,} values. Received: {str(file)!r}, which has more.")
+                raise ValueError(
+                    f"Expected at most {_MOST_VALUES:,} values. Received: {str(file)!r}, which has more."
+                )
             record = parse_line(line)
             if record is not None:
                 records.append(record)
@@ -225,7 +231,9 @@ def _cut_back(file: Path, resume_step: int, mark: FileMark | None) -> FileMark:
     kept = FileMark(0, 0)
     with replacing(file) as new:
         for line, step in _steps(file):
-            is_of_save = resume_step > 0 and step <= resume_step if mark is None else kept.lines < mark.lines
+            is_of_save = (
+                resume_step > 0 and step <= resume_step if mark is None else kept.lines < mark.lines
+            )
             if is_of_save:
                 new.write(line)
                 kept = FileMark(kept.lines + 1, step)

@@ -62,7 +62,9 @@ class RunLog:
         with _lock:
             if not _open_logs:
                 RunLog._level_before = LOGGER.level
-            console = _open_logs[-1]._console if _open_logs else ConsoleHandler(None if is_main else rank)
+            console = (
+                _open_logs[-1]._console if _open_logs else ConsoleHandler(None if is_main else rank)
+            )
             self._console: ConsoleHandler = console
             self._console.setLevel(level)
             for handler in (self.file_handler, self._console):
@@ -159,7 +161,9 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record, with its level in front when it is a warning or worse."""
         streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
-        is_shown_by_root = LOGGER.propagate and any(stream in (sys.stderr, sys.stdout) for stream in streams if stream)
+        is_shown_by_root = LOGGER.propagate and any(
+            stream in (sys.stderr, sys.stdout) for stream in streams if stream
+        )
         if is_shown_by_root or (open_bars and getattr(record, SHOWN_ON_BAR, False)):
             return
         try:

@@ -212,7 +212,9 @@ def _histogram(numbers: Any) -> tuple[Any, Any]:
 
 def _markdown(table: Rows) -> str:
     lines = [table.columns, ["---"] * len(table.columns), *table.rows]
-    cells = [[str(value).replace("|", "\\|").replace("\n", " ") for value in line] for line in lines]
+    cells = [
+        [str(value).replace("|", "\\|").replace("\n", " ") for value in line] for line in lines
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 

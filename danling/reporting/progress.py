@@ -84,7 +84,9 @@ class Progress:
             self.epoch = epoch
             self.draw(at_once=True)
 
-    def show(self, step: int, values: Mapping[str, float], *, speed: str = "", note: str = "") -> None:
+    def show(
+        self, step: int, values: Mapping[str, float], *, speed: str = "", note: str = ""
+    ) -> None:
         """Show metrics at `step`: on the bar, and as a line of the log when one is due.
 
         Args:
@@ -103,7 +105,9 @@ class Progress:
             speed = speed or f"{format_count(1 / seconds)} steps/s"
             if self.total:
                 speed += f", {format_duration(seconds * (self.total - step))} left"
-        self._withheld = "  ".join(part for part in (head, format_scores(values), speed, note) if part)
+        self._withheld = "  ".join(
+            part for part in (head, format_scores(values), speed, note) if part
+        )
         if self._lines.due():
             self.write_last()
 
@@ -194,7 +198,9 @@ class Progress:
         bar = ""
         if self.total:
             count = f"{self.step}/{self.total}" + (f", {left} left" if left else "")
-            bar = f'<progress max="{self.total}" value="{self.step}" style="width: 20em"></progress> '
+            bar = (
+                f'<progress max="{self.total}" value="{self.step}" style="width: 20em"></progress> '
+            )
         return (
             '<div style="font-family: monospace; font-size: 90%">'
             f"<div>{escape(self._description(math.inf))}</div><div>{bar}{count}</div></div>"
@@ -202,7 +208,9 @@ class Progress:
 
 
 def _joined(*head: str, figures: Sequence[tuple[str, float]]) -> str:
-    return "  ".join(part for part in (" ".join(filter(None, head)), format_scores(dict(figures))) if part)
+    return "  ".join(
+        part for part in (" ".join(filter(None, head)), format_scores(dict(figures))) if part
+    )
 
 
 def _columns(text: str) -> int:
@@ -235,8 +243,12 @@ def format_scores(values: Mapping[str, Any]) -> str:
     """
     if values and all(isinstance(value, Mapping) for value in values.values()):
         return " | ".join(f"{split}: {format_scores(figures)}" for split, figures in values.items())
-    shown = [f"{name} {format_number(value)}" for name, value in values.items() if name != "samples"]
-    return "  ".join(shown + ([f"({values['samples']:.0f} samples)"] if "samples" in values else []))
+    shown = [
+        f"{name} {format_number(value)}" for name, value in values.items() if name != "samples"
+    ]
+    return "  ".join(
+        shown + ([f"({values['samples']:.0f} samples)"] if "samples" in values else [])
+    )
 
 
 def format_number(value: float) -> str:

@@ -43,7 +43,12 @@ def lost_times(times: Sequence[Sequence[float]]) -> list[tuple[float, str]]:
     found = []
     for rank, row in enumerate(times):
         more = {index: row[index] - values[rank] for index, values in middles.items()}
-        found.append((max(busy[rank] - usual[rank], 0.0), ACTIVITIES[max(more, key=lambda index: more[index])]))
+        found.append(
+            (
+                max(busy[rank] - usual[rank], 0.0),
+                ACTIVITIES[max(more, key=lambda index: more[index])],
+            )
+        )
     return found
 
 
@@ -58,7 +63,9 @@ def _middles_of_others(values: Sequence[float]) -> list[float]:
 class RankTimes:
     """Collects what the ranks spend their time with, from one log line to the next, and judges it."""
 
-    def __init__(self, watch: RankWatch, share: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, watch: RankWatch, share: float, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._watch = watch
         self._share = share
         self._clock = clock
@@ -94,11 +101,15 @@ class RankTimes:
             self._pending = []
         host = self._watch.hosts[rank][0]
         words = "waiting for data" if cause == "data" else cause
-        return f"rank {rank} on {host} costs {100 * lost / seconds:.0f}% ({words})" if is_slow else ""
+        return (
+            f"rank {rank} on {host} costs {100 * lost / seconds:.0f}% ({words})" if is_slow else ""
+        )
 
     def record(self, rows: Sequence[Sequence[float]]) -> dict[str, object]:
         """Return what `metrics.jsonl` has of them: seconds by rank for each activity, and in the first line of a training the hosts."""
-        record: dict[str, object] = {n: [round(row[index], 4) for row in rows] for index, n in enumerate(ACTIVITIES)}
+        record: dict[str, object] = {
+            n: [round(row[index], 4) for row in rows] for index, n in enumerate(ACTIVITIES)
+        }
         if not self._has_logged_hosts:
             self._has_logged_hosts = True
             record["hosts"] = [host for host, _ in self._watch.hosts]
@@ -133,7 +144,9 @@ class RankRow:
 def rank_table(records: Sequence[Mapping[str, object]]) -> list[RankRow]:
     """Return what each rank of a run cost, the one that cost most first; a rank that went on on another machine has a row for each."""
     totals: dict[tuple[int, str | None], list[float]] = {}
-    lost: defaultdict[tuple[int, str | None], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    lost: defaultdict[tuple[int, str | None], defaultdict[str, float]] = defaultdict(
+        lambda: defaultdict(float)
+    )
     training = 0.0
     for times, hosts in _stretches(records):
         training += max(map(sum, times))
@@ -146,11 +159,15 @@ def rank_table(records: Sequence[Mapping[str, object]]) -> list[RankRow]:
         causes = lost[rank, host]
         cost = sum(causes.values())
         most = max(causes, key=lambda name: causes[name]) if cost else None
-        rows.append(RankRow(rank, host, cost, cost / (training or 1.0), most, dict(zip(ACTIVITIES, row))))
+        rows.append(
+            RankRow(rank, host, cost, cost / (training or 1.0), most, dict(zip(ACTIVITIES, row)))
+        )
     return sorted(rows, key=lambda row: (-row.lost, row.rank))
 
 
-def _stretches(records: Sequence[Mapping[str, object]]) -> list[tuple[list[list[float]], list[str | None]]]:
+def _stretches(
+    records: Sequence[Mapping[str, object]],
+) -> list[tuple[list[list[float]], list[str | None]]]:
     """Return the times of ranks, and their machines, summed over so many lines that what looks have missed evens out.
 
     The first line of an attempt names the machines; lines without times are left out.
@@ -161,7 +178,10 @@ def _stretches(records: Sequence[Mapping[str, object]]) -> list[tuple[list[list[
     for record in records:
         ranks: Any = record.get("ranks")
         try:
-            rows = [list(map(float, row)) for row in zip(*(ranks[name] for name in ACTIVITIES), strict=True)]
+            rows = [
+                list(map(float, row))
+                for row in zip(*(ranks[name] for name in ACTIVITIES), strict=True)
+            ]
         except (KeyError, TypeError, ValueError, OverflowError):
             continue
         if not rows:
@@ -169,7 +189,11 @@ def _stretches(records: Sequence[Mapping[str, object]]) -> list[tuple[list[list[
         listed = ranks.get("hosts")
         if isinstance(listed, list):
             hosts = [host if isinstance(host, str) else None for host in listed]
-        if isinstance(listed, list) or len(times) != len(rows) or max(map(sum, times)) > _STRETCH_SECONDS:
+        if (
+            isinstance(listed, list)
+            or len(times) != len(rows)
+            or max(map(sum, times)) > _STRETCH_SECONDS
+        ):
             times = [[0.0] * len(row) for row in rows]
             stretches.append((times, hosts))
         for row, more in zip(times, rows):

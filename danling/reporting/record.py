@@ -31,7 +31,9 @@ _VARIABLES = re.compile(
     r"((OMP|MKL|OPENBLAS|CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH)_[A-Z0-9_]+|WORLD_SIZE|PYTHONHASHSEED)"
 )
 # Secrets, and variables that differ at each start and change nothing.
-_LEFT_OUT = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|^TORCHELASTIC_|^TORCH_FR_|_(PORT|ADDR|ID|FILE|DIR)$")
+_LEFT_OUT = re.compile(
+    r"KEY|TOKEN|SECRET|PASSWORD|^TORCHELASTIC_|^TORCH_FR_|_(PORT|ADDR|ID|FILE|DIR)$"
+)
 logger = logging.getLogger("danling")
 
 _LONGEST_TEXT = 300
@@ -54,7 +56,8 @@ def environment(device: torch.device) -> dict[str, object]:
         "versions": {
             name: version
             for name, module in sorted(sys.modules.items())
-            if "." not in name and isinstance(version := getattr(module, "__dict__", {}).get("__version__"), str)
+            if "." not in name
+            and isinstance(version := getattr(module, "__dict__", {}).get("__version__"), str)
         },
         "variables": {
             name: value
@@ -81,11 +84,16 @@ class RunRecorder(Observer):
             record = {
                 "model": model,
                 "criterion": _kind(runner.criterion),
-                "optimizer": {"kind": _kind(optimizer), "groups": [_options(group) for group in optimizer.param_groups]}
+                "optimizer": {
+                    "kind": _kind(optimizer),
+                    "groups": [_options(group) for group in optimizer.param_groups],
+                }
                 if optimizer is not None
                 else None,
                 "scheduler": _kind(scheduler),
-                "data": {split: self._split(split) for split in {**runner.datasets, **runner.dataloaders}},
+                "data": {
+                    split: self._split(split) for split in {**runner.datasets, **runner.dataloaders}
+                },
                 "update": {
                     "samples": division.samples if division is not None else None,
                     "batch_size": runner.batch_size,
@@ -98,8 +106,14 @@ class RunRecorder(Observer):
                     "device": runner.device.type,
                 },
                 "environment": environment(runner.device),
-                "checkpoints": {"manager": _kind(runner.checkpoint_manager), "interval": runner.checkpoint_interval},
-                "score": {"split": runner.score_split, "name": metric_of(runner.config.score_name, runner.score_split)},
+                "checkpoints": {
+                    "manager": _kind(runner.checkpoint_manager),
+                    "interval": runner.checkpoint_interval,
+                },
+                "score": {
+                    "split": runner.score_split,
+                    "name": metric_of(runner.config.score_name, runner.score_split),
+                },
                 "seed": runner.seed,
             }
             if runner.state.train.global_step:
@@ -142,7 +156,11 @@ class RunRecorder(Observer):
             "dtypes": sorted({str(p.dtype).removeprefix("torch.") for _, p in named}),
             "averaged": runner.ema is not None,
             "layers": dict(
-                Counter(_layer(each) for each in runner.unwrapped_model.modules() if not [*each.children()])
+                Counter(
+                    _layer(each)
+                    for each in runner.unwrapped_model.modules()
+                    if not [*each.children()]
+                )
             ),
             "parts": [
                 {"name": name, "kind": _kind(children.get(name)), "parameters": count}
@@ -191,11 +209,21 @@ def changed_parts(earlier: Mapping[str, Any], record: Mapping[str, Any]) -> list
         of_split = splits.get(split) or {}
         for name in ("kind", "transform"):
             if name in of_split:
-                pairs.append((f"{'dataset' if name == 'kind' else name} of {split}", of_split[name], data[name]))
+                pairs.append(
+                    (
+                        f"{'dataset' if name == 'kind' else name} of {split}",
+                        of_split[name],
+                        data[name],
+                    )
+                )
         was = of_split.get("chosen")
         if was is not None and data["chosen"] is not None and was != data["chosen"]:
             chosen.append(f"{split} has other samples of its dataset")
-    texts = [f"{name} was {was}, is {value}" for name, was, value in pairs if was is not None and was != value]
+    texts = [
+        f"{name} was {was}, is {value}"
+        for name, was, value in pairs
+        if was is not None and was != value
+    ]
     return texts + chosen
 
 
@@ -234,11 +262,19 @@ def _layer(module: object) -> str:
 
 
 def _kind(value: object) -> str | None:
-    return None if value is None else type(value).__name__ if not hasattr(value, "__qualname__") else value.__qualname__
+    return (
+        None
+        if value is None
+        else type(value).__name__
+        if not hasattr(value, "__qualname__")
+        else value.__qualname__
+    )
 
 
 def _options(group: dict[str, Any]) -> dict[str, object]:
     """Return the options of a parameter group that are plain, and how many tensors it has."""
-    plain = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str))}
+    plain = {
+        name: value for name, value in group.items() if isinstance(value, (bool, int, float, str))
+    }
     betas = {"betas": list(group["betas"])} if isinstance(group.get("betas"), (tuple, list)) else {}
     return {**plain, **betas, "tensors": len(group["params"])}

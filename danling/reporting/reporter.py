@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("danling")
 
-_SHOWN = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr", "stream_in_flight": "in_flight"}
+_SHOWN = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "learning_rate": "lr",
+    "stream_in_flight": "in_flight",
+}
 """Metrics of an update that are printed, and what they are called there."""
 _RESULT_LINES = 100
 """Results of epochs or evaluations that are printed at any pace."""
@@ -59,7 +64,9 @@ class Reporter(Observer):
 
     critical = True
 
-    def __init__(self, runner: BaseRunner, session: TrainingSession, data: RunData, closers: ExitStack) -> None:
+    def __init__(
+        self, runner: BaseRunner, session: TrainingSession, data: RunData, closers: ExitStack
+    ) -> None:
         self.trackers = TrackerSet(runner)
         self.telemetry = Telemetry(runner)
         self.rank_times: RankTimes | None = None
@@ -86,7 +93,9 @@ class Reporter(Observer):
     def open_log(self, file: Path | None) -> None:
         """Open the log of the run, in a file if there is one."""
         early = self._early.end() if self._early is not None else []
-        self._log = RunLog(file, is_main=self._owner.is_main_process, rank=self._owner.rank, early=early)
+        self._log = RunLog(
+            file, is_main=self._owner.is_main_process, rank=self._owner.rank, early=early
+        )
         self._closers.callback(self._log.close)
 
     def become_main(self, file: Path | None) -> None:
@@ -155,7 +164,9 @@ class Reporter(Observer):
         try:
             self._write_streams(runner)
         except Exception:
-            logger.exception("How far the streams of this run came could not be read; its end follows.")
+            logger.exception(
+                "How far the streams of this run came could not be read; its end follows."
+            )
 
     def end(self) -> None:
         """Let go of the terminal and flush the trackers. A second call does nothing."""
@@ -231,7 +242,10 @@ class Reporter(Observer):
         if outcome.grad_norm is not None:
             values["grad_norm"] = float(outcome.grad_norm)
         values |= pace
-        named, known = {f"train/{name}": value for name, value in values.items()}, dict[str, float]()
+        named, known = (
+            {f"train/{name}": value for name, value in values.items()},
+            dict[str, float](),
+        )
         groups: dict[str, Mapping[str, float]] = {
             split: loader.metrics() for split, loader in self._data.update_loaders().items()
         }
@@ -247,30 +261,51 @@ class Reporter(Observer):
             known |= values
             self.bar.epoch = _epoch(runner)
             shown = {text: known[name] for name, text in _SHOWN.items() if name in known}
-            speed = f"{format_count(pace['samples_per_second'])} samples/s" if "samples_per_second" in pace else ""
-            self.bar.show(train.global_step, shown, speed=speed, note=f"slow: {slow}" if slow else "")
+            speed = (
+                f"{format_count(pace['samples_per_second'])} samples/s"
+                if "samples_per_second" in pace
+                else ""
+            )
+            self.bar.show(
+                train.global_step, shown, speed=speed, note=f"slow: {slow}" if slow else ""
+            )
         if self._stream_lines.due():
             self._write_streams(runner)
 
-    def log_result(self, runner: TorchRunner, result: Mapping[str, Mapping[str, float]], *, last: bool) -> None:
+    def log_result(
+        self, runner: TorchRunner, result: Mapping[str, Mapping[str, float]], *, last: bool
+    ) -> None:
         """Log the metrics of an epoch or an evaluation by split, on the main process; the last ones are printed at any pace."""
         is_main = runner.is_main_process
         if not is_main and self.trackers.recent is None:
             return
         step, bar = runner.state.train.global_step, self.bar
         if is_main and (self._result_lines.due() or last):
-            metrics = "  ".join(f"{split} {format_scores(values)}" for split, values in result.items())
-            logger.info("%s %d: %s", "step" if runner.is_step_mode else "epoch", runner.index, metrics)
+            metrics = "  ".join(
+                f"{split} {format_scores(values)}" for split, values in result.items()
+            )
+            logger.info(
+                "%s %d: %s", "step" if runner.is_step_mode else "epoch", runner.index, metrics
+            )
             if bar is not None:
                 bar.forget_last()
         # Its own key: `train/loss` is the loss of single updates.
-        named = {f"{split}_mean" if split in runner.train_splits else split: values for split, values in result.items()}
-        flat = {f"{split}/{name}": value for split, values in named.items() for name, value in values.items()}
+        named = {
+            f"{split}_mean" if split in runner.train_splits else split: values
+            for split, values in result.items()
+        }
+        flat = {
+            f"{split}/{name}": value
+            for split, values in named.items()
+            for name, value in values.items()
+        }
         self.trackers.log(flat, step)
 
     def _write_streams(self, runner: TorchRunner) -> None:
         streams = {
-            split: found for split, loader in self._data.update_loaders().items() if (found := loader.standing())
+            split: found
+            for split, loader in self._data.update_loaders().items()
+            if (found := loader.standing())
         }
         if streams:
             runner.workspace.write_streams(streams)
@@ -300,7 +335,9 @@ def describe_training(runner: TorchRunner, division: Division | None) -> list[st
     stack = f"{runner.stack}, {runner.config.precision or 'fp32'}"
     head = f"Training from step {train.global_step} (epoch {train.epoch}) to {budget} on {processes} ({stack})"
     parameters = [parameter for _, parameter in runner.named_parameters()]
-    whole, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
+    whole, trained = (
+        sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False)
+    )
     sizes = f"{whole:,} parameters" + (f", {trained:,} trained" if trained != whole else "")
     batch = runner.batch_size
     accumulated = f" x {runner.accum_steps} micro-batches" if runner.accum_steps > 1 else ""
@@ -343,7 +380,10 @@ def describe_end(runner: TorchRunner, reason: str | None) -> list[str]:
     directory, checkpoints = runner.workspace.dir, runner.workspace.checkpoints
     kept: dict[str, Path] = {}
     for name in ("best", "latest"):
-        for path in (checkpoints / name, checkpoints / f"{name}.pth"):  # the pointer to a directory, or a file
+        for path in (
+            checkpoints / name,
+            checkpoints / f"{name}.pth",
+        ):  # the pointer to a directory, or a file
             if path.is_file():
                 kept[name] = path
     lines = []
@@ -351,7 +391,9 @@ def describe_end(runner: TorchRunner, reason: str | None) -> list[str]:
         board, unit = runner.standing.board, "step" if runner.is_step_mode else "epoch"
         score = runner.config.score_name if board is None else f"{board.split}.{board.name}"
         place = f": {_shown(kept['best'])}" if "best" in kept else ""
-        lines.append(f"best     {score} {format_number(runner.best_score)} at {unit} {runner.best_index}{place}")
+        lines.append(
+            f"best     {score} {format_number(runner.best_score)} at {unit} {runner.best_index}{place}"
+        )
     if "latest" in kept:
         lines.append(f"resume   {_how_to_resume(runner, kept['latest'], reason)}")
     if (directory / "metrics.jsonl").is_file():
@@ -373,7 +415,9 @@ def _how_to_resume(runner: TorchRunner, latest: Path, reason: str | None) -> str
     if runner.progress >= 1 and done and reason in (None, "patience"):
         more["steps" if runner.is_step_mode else "epochs"] = 2 * done
     if reason == "patience":
-        more["patience"] = runner.standing.evaluations_since_best + max(1, int(runner.config.patience))
+        more["patience"] = runner.standing.evaluations_since_best + max(
+            1, int(runner.config.patience)
+        )
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     given = runner.config.__dict__.get("_command_line")
@@ -388,12 +432,18 @@ def _how_to_resume(runner: TorchRunner, latest: Path, reason: str | None) -> str
     for name, words in given:
         key = name.replace("-", "_")
         if key not in (*_CHOSEN, *more):
-            is_secret = names_secret(key, listed) or any(secret in word for word in words for secret in secrets)
+            is_secret = names_secret(key, listed) or any(
+                secret in word for word in words for secret in secrets
+            )
             shown = ["..."] if is_secret else [hide_secrets(word, listed) for word in words]
-            is_joined = bool(shown) and shown[0].startswith("-")  # else it would be read as an option
+            is_joined = bool(shown) and shown[0].startswith(
+                "-"
+            )  # else it would be read as an option
             command += [f"--{name}={shown[0]}", *shown[1:]] if is_joined else [f"--{name}", *shown]
     command += ["--dir", _shown(runner.workspace.dir), "--auto_resume", "true"]
-    return shlex.join(command + [word for key, value in more.items() for word in (f"--{key}", str(value))])
+    return shlex.join(
+        command + [word for key, value in more.items() for word in (f"--{key}", str(value))]
+    )
 
 
 def _shown(path: Path) -> str:

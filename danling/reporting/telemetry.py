@@ -39,7 +39,9 @@ class Telemetry(Observer):
 
     critical = True
 
-    def __init__(self, runner: BaseRunner, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, runner: BaseRunner, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._owner, self._clock = runner, clock
         self._runner: TorchRunner | None = None
         """The runner while it trains."""
@@ -64,7 +66,11 @@ class Telemetry(Observer):
         self.samples_at_log = self._samples_at_start = runner.state.train.samples
         self._peak = runner.peak_flops()
         is_known = (runner.flops_per_token() or runner.flops_per_sample()) is not None
-        countable = runner.stack in STACKS and STACKS[runner.stack].counts_flops and not runner.config.compile.enable
+        countable = (
+            runner.stack in STACKS
+            and STACKS[runner.stack].counts_flops
+            and not runner.config.compile.enable
+        )
         # Without a peak to compare with nothing is worth the slow first micro-batch.
         if not is_known and countable and self._peak is not None:
             self._flops = FlopsOfSample(runner)
@@ -72,7 +78,11 @@ class Telemetry(Observer):
 
     def end(self) -> None:
         """Measure no more."""
-        if self._runner is not None and self._flops is not None and self._flops in self._runner.observers:
+        if (
+            self._runner is not None
+            and self._flops is not None
+            and self._flops in self._runner.observers
+        ):
             self._runner.observers.remove(self._flops)
         self._runner = None
 
@@ -132,7 +142,9 @@ class Telemetry(Observer):
         """Seconds since the last report that this rank waited for batches."""
         return self.waited - self._at_report[3]
 
-    def report(self, runner: TorchRunner, own: Sequence[float] = ()) -> tuple[dict[str, float], list[list[float]]]:
+    def report(
+        self, runner: TorchRunner, own: Sequence[float] = ()
+    ) -> tuple[dict[str, float], list[list[float]]]:
         """Return the metrics since the last report. One small collective; call it on all ranks.
 
         Args:
@@ -147,14 +159,21 @@ class Telemetry(Observer):
         """
         domain, counts = runner.placement.optimizer, runner.placement.counts_samples
         now = (self._clock(), self.updates, self.tokens, self.waited, self._aside)
-        elapsed, updates, tokens, waited, aside = (new - old for new, old in zip(now, self._at_report))
+        elapsed, updates, tokens, waited, aside = (
+            new - old for new, old in zip(now, self._at_report)
+        )
         train, self._at_report = runner.state.train, now
         samples, self.samples_at_log = train.samples - self.samples_at_log, train.samples
         memory, rows = memory_figures(runner.device), list[list[float]]()
         if domain.size > 1 and not self.adds_ranks:
             tokens = 0.0  # those of the other ranks are not known
         elif domain.size > 1:
-            mine = [tokens if counts else 0.0, waited, *(memory.get(name, 0.0) for name in _MEMORY), *own]
+            mine = [
+                tokens if counts else 0.0,
+                waited,
+                *(memory.get(name, 0.0) for name in _MEMORY),
+                *own,
+            ]
             # A sum over a row for each rank: sums and maxima in one collective.
             table = torch.zeros(domain.size, len(mine), dtype=torch.float64)
             table[domain.rank] = torch.tensor(mine, dtype=torch.float64)
@@ -171,7 +190,9 @@ class Telemetry(Observer):
             figures["tokens_per_second"] = tokens / seconds
         done = train.global_step - self._start_step
         if runner.steps is not None and done > 0:
-            figures["eta_seconds"] = (now[0] - self._start) / done * max(runner.steps - train.global_step, 0)
+            figures["eta_seconds"] = (
+                (now[0] - self._start) / done * max(runner.steps - train.global_step, 0)
+            )
         for flops, speed in (
             (runner.flops_per_token(), tokens / seconds),
             (runner.flops_per_sample(), samples / seconds if updates else 0.0),
@@ -280,7 +301,9 @@ _PEAKS: tuple[tuple[str, tuple[float, float | None, float]], ...] = (
 _NO_BF16 = re.compile(r".*\b(V100|T4)\b.*")
 
 
-def peak_flops(device_name: str, precision: str | None = None, *, tf32: bool = False) -> float | None:
+def peak_flops(
+    device_name: str, precision: str | None = None, *, tf32: bool = False
+) -> float | None:
     """Return the dense peak of a device in FLOP/s, `None` for one that is not in the table: it is never guessed.
 
     Args:
@@ -298,7 +321,13 @@ def peak_flops(device_name: str, precision: str | None = None, *, tf32: bool = F
         return None
     for pattern, (half, tensor_float, single) in _PEAKS:
         if re.fullmatch(pattern, device_name):
-            peak = half if precision in ("bf16", "fp16") else tensor_float if tf32 and tensor_float else single
+            peak = (
+                half
+                if precision in ("bf16", "fp16")
+                else tensor_float
+                if tf32 and tensor_float
+                else single
+            )
             return peak * _TERA
     return None
 

@@ -29,8 +29,17 @@ logger = logging.getLogger("danling")
 RunStatus = Literal["running", "finished", "failed", "preempted", "interrupted"]
 """What a run is: it trains, has ended by itself, has failed, or was stopped by SIGTERM or SIGUSR1, or by SIGINT."""
 
-_STATUS_OF_EXIT_CODES: Mapping[object, RunStatus] = {0: "finished", 143: "preempted", 130: "interrupted"}
-_WANDB_EXIT_CODES: Mapping[RunStatus, int] = {"finished": 0, "failed": 1, "preempted": 143, "interrupted": 255}
+_STATUS_OF_EXIT_CODES: Mapping[object, RunStatus] = {
+    0: "finished",
+    143: "preempted",
+    130: "interrupted",
+}
+_WANDB_EXIT_CODES: Mapping[RunStatus, int] = {
+    "finished": 0,
+    "failed": 1,
+    "preempted": 143,
+    "interrupted": 255,
+}
 """255 is what W&B itself gives a program that is ended by Ctrl-C."""
 _MLFLOW_STATUS: Mapping[RunStatus, str] = {
     "running": "RUNNING",
@@ -113,7 +122,9 @@ class TrackerSet:
             for tracker in self.opened:
                 if isinstance(tracker, JsonlTracker):
                     # The mark is of the run's own file; another one of the user's goes by the step.
-                    tracker.resume_from(step, mark if tracker.file == self._runner.workspace.jsonl_file else None)
+                    tracker.resume_from(
+                        step, mark if tracker.file == self._runner.workspace.jsonl_file else None
+                    )
                 elif isinstance(tracker, TensorBoardTracker):
                     tracker.resume_from(step)
             if self._is_training:
@@ -161,7 +172,9 @@ class TrackerSet:
                 f"{_lacks(tracker)}. Add them, or pass a function that returns such an object."
             )
         if any(tracker is other for other in self._added):
-            raise ValueError(f"Expected a tracker that is not there yet. Received: {tracker!r} twice. Add it once.")
+            raise ValueError(
+                f"Expected a tracker that is not there yet. Received: {tracker!r} twice. Add it once."
+            )
         self._added.append(tracker)
         if self.is_open:
             self._open(tracker)
@@ -182,7 +195,11 @@ class TrackerSet:
             step = self._runner.state.train.global_step
             file, mark = self._runner.workspace.jsonl_file, self.mark
             tracker = JsonlTracker(
-                file, resume_step=step, resume_mark=mark, is_continued=self._is_continued, has_begun=False
+                file,
+                resume_step=step,
+                resume_mark=mark,
+                is_continued=self._is_continued,
+                has_begun=False,
             )
             self.add(tracker)
         for name in BUILT_IN_TRACKERS:
@@ -203,13 +220,19 @@ class TrackerSet:
             )
         self.opened.append(made)
 
-    def log(self, values: Mapping[str, float], step: int, *, beside: Mapping[str, object] | None = None) -> None:
+    def log(
+        self, values: Mapping[str, float], step: int, *, beside: Mapping[str, object] | None = None
+    ) -> None:
         """Send metrics to every tracker, and plain values `beside` them that are no numbers to the file of metrics alone."""
         if self.recent is not None:
             self.recent.append((dict(values), step))
         for tracker in self.opened:
             # A class of the user's that takes the numbers in another way gets these alone.
-            if beside and isinstance(tracker, JsonlTracker) and type(tracker).log is JsonlTracker.log:
+            if (
+                beside
+                and isinstance(tracker, JsonlTracker)
+                and type(tracker).log is JsonlTracker.log
+            ):
                 tracker.log(values, step, beside=beside)
             else:
                 tracker.log(values, step)
@@ -231,8 +254,12 @@ class TrackerSet:
             return
         self._untaken.add(kind)
         if others:
-            names = ", ".join(sorted({type(tracker).__name__ for tracker in others if tracker not in takers}))
-            logger.warning("%s has no method %s(name, value, step), and is not sent %r.", names, kind, name)
+            names = ", ".join(
+                sorted({type(tracker).__name__ for tracker in others if tracker not in takers})
+            )
+            logger.warning(
+                "%s has no method %s(name, value, step), and is not sent %r.", names, kind, name
+            )
         else:
             logger.warning(
                 "%s(%r) goes to no tracker, and metrics.jsonl has numbers only. Set tensorboard, or wandb, mlflow or trackio.enabled.",
@@ -291,7 +318,9 @@ class TrackerSet:
 
     def close(self) -> None:
         """Close every tracker; one that fails does not keep the others from it. A second call does nothing."""
-        given = [tracker for tracker in self._added if not _lacks(tracker) and tracker not in self.opened]
+        given = [
+            tracker for tracker in self._added if not _lacks(tracker) and tracker not in self.opened
+        ]
         closing, self.opened, self._added = [*self.opened, *given], [], []
         with ExitStack() as stack:
             for tracker in reversed(closing):
@@ -301,7 +330,9 @@ class TrackerSet:
 def _lacks(tracker: object) -> str:
     """Return the methods of a tracker that something lacks. A class has them too, but is called for an object of it."""
     names = ("log", "flush", "close")
-    return ", ".join(n for n in names if isinstance(tracker, type) or not callable(getattr(tracker, n, None)))
+    return ", ".join(
+        n for n in names if isinstance(tracker, type) or not callable(getattr(tracker, n, None))
+    )
 
 
 class TensorBoardTracker(TensorBoardMedia):
@@ -316,8 +347,13 @@ class TensorBoardTracker(TensorBoardMedia):
 
     def __init__(self, runner: BaseRunner) -> None:
         require_package("tensorboard")
-        step, writer = runner.state.train.global_step, import_module("torch.utils.tensorboard").SummaryWriter
-        directory = (runner.workspace.latest_tensorboard_dir() if step else None) or runner.workspace.tensorboard_dir
+        step, writer = (
+            runner.state.train.global_step,
+            import_module("torch.utils.tensorboard").SummaryWriter,
+        )
+        directory = (
+            runner.workspace.latest_tensorboard_dir() if step else None
+        ) or runner.workspace.tensorboard_dir
         self._writer: Any = writer(os.fspath(directory), flush_secs=30)
         self._resume_step = step or None
 
@@ -331,14 +367,18 @@ class TensorBoardTracker(TensorBoardMedia):
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
             start = SessionLog(status=SessionLog.START)
-            self._writer._get_file_writer().add_event(Event(step=self._resume_step + 1, session_log=start))
+            self._writer._get_file_writer().add_event(
+                Event(step=self._resume_step + 1, session_log=start)
+            )
             self._resume_step = None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Write one scalar a name, all in one event: most of what `add_scalar` costs is the event around each value."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        scalars = [
+            Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()
+        ]
         self._writer._get_file_writer().add_summary(Summary(value=scalars), step, time.time())
 
     def flush(self) -> None:
@@ -375,7 +415,11 @@ class WandbTracker(WandbMedia):
         secrets = secret_values(config.plain(), config.secret_keys or ())
         hides = any(secret in word for word in sys.argv for secret in secrets)
         # Offline, wandb cannot look for the run and only warns; when they are synchronised, the id joins the attempts.
-        offline = (settings.mode or os.environ.get("WANDB_MODE", "")) in ("offline", "dryrun", "disabled")
+        offline = (settings.mode or os.environ.get("WANDB_MODE", "")) in (
+            "offline",
+            "dryrun",
+            "disabled",
+        )
         self.run = wandb.init(
             id=name,
             project=settings.project or config.lineage,
@@ -435,21 +479,33 @@ class MlflowTracker(MlflowMedia):
         """The newest step that an earlier attempt has logged of a metric."""
         self._open = True
         self._status: RunStatus = "running"
-        place, mark = self._place_of(settings.experiment or runner.config.lineage), _mlflow_name(name)
+        place, mark = (
+            self._place_of(settings.experiment or runner.config.lineage),
+            _mlflow_name(name),
+        )
         query, order = f"tags.`{_MLFLOW_TAG}` = '{mark}'", ["attributes.start_time DESC"]
         find, resumed = self._client.search_runs, runner.state.train.global_step > 0
-        earlier = find([place], filter_string=query, order_by=order, max_results=1) if resumed else []
+        earlier = (
+            find([place], filter_string=query, order_by=order, max_results=1) if resumed else []
+        )
         if earlier:
             self.run_id: str = earlier[0].info.run_id
             self._client.update_run(self.run_id, status="RUNNING")
             for key in earlier[0].data.metrics:
-                self._last[key] = max(point.step for point in self._client.get_metric_history(self.run_id, key))
+                self._last[key] = max(
+                    point.step for point in self._client.get_metric_history(self.run_id, key)
+                )
         else:
-            made = self._client.create_run(place, run_name=settings.name or name, tags={_MLFLOW_TAG: mark})
+            made = self._client.create_run(
+                place, run_name=settings.name or name, tags={_MLFLOW_TAG: mark}
+            )
             self.run_id = made.info.run_id
         # What a parameter is once, it stays: MLflow refuses another value, which a resumed run may have, such as of `steps`.
         there = self._client.get_run(self.run_id).data.params
-        values = {_mlflow_name(key): str(value)[:_LONGEST] for key, value in flatten(runner.config.public()).items()}
+        values = {
+            _mlflow_name(key): str(value)[:_LONGEST]
+            for key, value in flatten(runner.config.public()).items()
+        }
         entities = import_module("mlflow.entities")
         new = [entities.Param(key, value) for key, value in values.items() if key not in there]
         for start in range(0, len(new), _MOST_PARAMETERS):
@@ -473,7 +529,10 @@ class MlflowTracker(MlflowMedia):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(_mlflow_name(name), float(value), now, int(step)) for name, value in values.items()]
+        metrics = [
+            Metric(_mlflow_name(name), float(value), now, int(step))
+            for name, value in values.items()
+        ]
         new = [metric for metric in metrics if metric.step > self._last.get(metric.key, -1)]
         for start in range(0, len(new), _MOST_METRICS):
             try:
@@ -525,7 +584,11 @@ class TrackioTracker(TrackioMedia):
         self._owned = self.run is None
         if not self._owned:
             return
-        config, settings, resumed = runner.config, runner.config.trackio, runner.state.train.global_step > 0
+        config, settings, resumed = (
+            runner.config,
+            runner.config.trackio,
+            runner.state.train.global_step > 0,
+        )
         project = settings.project or config.lineage
         self.run = trackio.init(
             project=project,
@@ -547,7 +610,9 @@ class TrackioTracker(TrackioMedia):
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Hand metrics to trackio's thread, which writes them twice a second."""
-        new = {name: float(value) for name, value in values.items() if step > self._last.get(name, -1)}
+        new = {
+            name: float(value) for name, value in values.items() if step > self._last.get(name, -1)
+        }
         if new:
             self.run.log(new, step=int(step))
 
@@ -564,7 +629,9 @@ class TrackioTracker(TrackioMedia):
 
             self.run.finish()
             if context_vars.current_run.get() is self.run:
-                context_vars.current_run.set(None)  # it does not count as one that the program has opened
+                context_vars.current_run.set(
+                    None
+                )  # it does not count as one that the program has opened
         self.run = None
 
 

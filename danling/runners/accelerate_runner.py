@@ -85,4 +85,6 @@ class AccelerateRunner(TorchRunner):
         self._wrap()
 
     def build_reduction(self) -> GradientReduction:
-        return AccelerateReduction(self, averages="all" if self._parts.data.finds_micro_batch_size else "criterion")
+        return AccelerateReduction(
+            self, averages="all" if self._parts.data.finds_micro_batch_size else "criterion"
+        )

@@ -69,7 +69,16 @@ from .direct_calls import together, without_name
 from .extensions import is_asked, load
 from .meta import MetaRunner, close_after_error
 from .parts import Parts, TorchParts
-from .reserved_names import GUARDED, OFTEN_LEFT_OUT, SETTABLE, begin, check_assignment, check_method, guard, instead_of
+from .reserved_names import (
+    GUARDED,
+    OFTEN_LEFT_OUT,
+    SETTABLE,
+    begin,
+    check_assignment,
+    check_method,
+    guard,
+    instead_of,
+)
 from .state import ElasticState, RngState, RunnerState, TrainState
 
 if TYPE_CHECKING:
@@ -188,7 +197,9 @@ class BaseRunner(metaclass=MetaRunner):
         if "world" not in vars(self):
             self.world = world_of(self.world_size, self.device)
         self._check_ranks_alike()
-        self.state.elastic = ElasticState(world_size=self.world_size, restart_count=self.launch.restart_count)
+        self.state.elastic = ElasticState(
+            world_size=self.world_size, restart_count=self.launch.restart_count
+        )
         self.placement = self.build_placement()
         if self.config.ft.enabled:
             group = self.config.ft.replica_id, self.config.ft.group_size
@@ -292,11 +303,15 @@ class BaseRunner(metaclass=MetaRunner):
         """Write what the run is made of. Called on all ranks."""
         self._parts.run_location.write_metadata(
             self.workspace,
-            foreign=lambda: self.checkpoint_manager.on_main(self.checkpoint_manager.checkpoints.is_foreign),
+            foreign=lambda: self.checkpoint_manager.on_main(
+                self.checkpoint_manager.checkpoints.is_foreign
+            ),
         )
 
     def _lock_settings(self) -> SettingsLock:
-        return SettingsLock(self.config, check_budget=self._check_budget, changed=self._follow_setting)
+        return SettingsLock(
+            self.config, check_budget=self._check_budget, changed=self._follow_setting
+        )
 
     def _check_budget(self, key: str, value: object) -> None:
         """Refuse a budget that changes what the run counts."""
@@ -348,9 +363,14 @@ class BaseRunner(metaclass=MetaRunner):
 
     def _open_sources(self) -> None:
         split, config = self._parts.data.open_all(), self.config
-        if split is not None or self.standing.own:  # else nothing is evaluated, of which a score could be made
+        if (
+            split is not None or self.standing.own
+        ):  # else nothing is evaluated, of which a score could be made
             self.standing.board = ScoreBoard(
-                config.score_name, mode=config.score_mode, split=split or "", min_delta=config.min_delta
+                config.score_name,
+                mode=config.score_mode,
+                split=split or "",
+                min_delta=config.min_delta,
             )
 
     # Construction hooks
@@ -430,7 +450,9 @@ class BaseRunner(metaclass=MetaRunner):
             earlier.stop()
             self.observers.remove(earlier)
         if settings.enabled:
-            heartbeat = Heartbeat(self, self.workspace.dir / settings.dir_name, settings.interval_seconds)
+            heartbeat = Heartbeat(
+                self, self.workspace.dir / settings.dir_name, settings.interval_seconds
+            )
             self._parts.session.observers.append(heartbeat)
             self._parts.closers.callback(heartbeat.stop)
 
@@ -447,7 +469,9 @@ class BaseRunner(metaclass=MetaRunner):
     def open_workspace(self) -> None:
         """Create the run directory and open its log, on the main process."""
         place = self._parts.run_location
-        self.workspace = place.open(code_id=self.code_id, config_id=self.config_id, timestamp=self.timestamp)
+        self.workspace = place.open(
+            code_id=self.code_id, config_id=self.config_id, timestamp=self.timestamp
+        )
         self.id = place.id
         log_file = self.workspace.log_file if self.config.log else None
         self._parts.reporter.open_log(log_file)
@@ -469,19 +493,31 @@ class BaseRunner(metaclass=MetaRunner):
     train = _of_a_stack("train", "Train to the end of the budget, and return all results.")
     train_epochs = _of_a_stack("train_epochs", "Train epoch by epoch.")
     train_steps = _of_a_stack("train_steps", "Train update by update.")
-    train_epoch = _of_a_stack("train_epoch", "Train one pass over one split, and return its figures.")
-    train_step = _of_a_stack("train_step", "Run one micro-batch forward and backward, and return prediction and loss.")
-    backward = _of_a_stack("backward", "Back-propagate the mean-reduced loss of a micro-batch, 0-dim.")
+    train_epoch = _of_a_stack(
+        "train_epoch", "Train one pass over one split, and return its figures."
+    )
+    train_step = _of_a_stack(
+        "train_step", "Run one micro-batch forward and backward, and return prediction and loss."
+    )
+    backward = _of_a_stack(
+        "backward", "Back-propagate the mean-reduced loss of a micro-batch, 0-dim."
+    )
     step = _of_a_stack("step", "Close the accumulation window and decide its update.")
     optimizer_step = _of_a_stack("optimizer_step", "Apply a committed update.")
-    train_context = _of_a_stack("train_context", "Return the context of the forward and backward of a micro-batch.")
+    train_context = _of_a_stack(
+        "train_context", "Return the context of the forward and backward of a micro-batch."
+    )
     forward_context = _of_a_stack("forward_context", "Return the context of a forward.")
     compute_loss = _of_a_stack("compute_loss", "Return the loss of a prediction, 0-dim.")
     batch_weight = _of_a_stack("batch_weight", "Return what the loss of a batch is averaged over.")
     evaluate = _of_a_stack("evaluate", "Evaluate splits, and return their figures.")
     evaluate_epoch = _of_a_stack("evaluate_epoch", "Evaluate all of one split.")
-    evaluate_steps = _of_a_stack("evaluate_steps", "Evaluate a bounded number of batches of one split.")
-    evaluate_step = _of_a_stack("evaluate_step", "Evaluate one batch, and return prediction and loss.")
+    evaluate_steps = _of_a_stack(
+        "evaluate_steps", "Evaluate a bounded number of batches of one split."
+    )
+    evaluate_step = _of_a_stack(
+        "evaluate_step", "Evaluate one batch, and return prediction and loss."
+    )
     summarize = _of_a_stack("summarize", "Return the metrics of an evaluation.")
     infer = _of_a_stack("infer", "Predict every sample of a split.")
     infer_step = _of_a_stack("infer_step", "Return the prediction of one batch.")
@@ -585,7 +621,9 @@ class BaseRunner(metaclass=MetaRunner):
     def name(self) -> str:
         """Name of the run: `config.name`, else lineage, experiment and id."""
         config = self.config
-        return str(config.name) if config.name else f"{config.lineage}-{config.experiment}-{self.id}"
+        return (
+            str(config.name) if config.name else f"{config.lineage}-{config.experiment}-{self.id}"
+        )
 
     @property
     def train_state(self) -> TrainState:
@@ -740,7 +778,9 @@ class BaseRunner(metaclass=MetaRunner):
             check_whole(name, value)
         self.open_trackers()
         try:
-            self._parts.reporter.trackers.log(values, self.state.train.global_step if step is None else step)
+            self._parts.reporter.trackers.log(
+                values, self.state.train.global_step if step is None else step
+            )
         except (TypeError, ValueError, RuntimeError) as error:
             check_numbers(values, error)
             raise
@@ -780,7 +820,11 @@ class BaseRunner(metaclass=MetaRunner):
         self._log_media("log_text", name, partial(str, text), step)
 
     def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int | None = None
+        self,
+        name: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[Any]],
+        step: int | None = None,
     ) -> None:
         """Send a table to the trackers; see `log_image`.
 
@@ -795,7 +839,9 @@ class BaseRunner(metaclass=MetaRunner):
         """
         self._log_media("log_table", name, partial(media.rows_of, columns, rows), step)
 
-    def _log_media(self, kind: str, name: str, prepared: Callable[[], object], step: int | None) -> None:
+    def _log_media(
+        self, kind: str, name: str, prepared: Callable[[], object], step: int | None
+    ) -> None:
         self.open_trackers()
         if self.is_main_process:
             at = self.state.train.global_step if step is None else step
@@ -928,7 +974,9 @@ class BaseRunner(metaclass=MetaRunner):
         elastic = payload.get("state", {}).get("elastic", {})
         now = self.placement.data_replicas
         before = int(elastic.get("data_replicas", elastic.get("world_size", now)))
-        return self.config.differences(payload.get("runner", {}), stored_replicas=before, replicas=now)
+        return self.config.differences(
+            payload.get("runner", {}), stored_replicas=before, replicas=now
+        )
 
     def component_parts(self) -> list[StatePart]:
         """Return the components that this stack saves in a checkpoint, in the order in which they are restored."""
@@ -951,7 +999,9 @@ class BaseRunner(metaclass=MetaRunner):
             **self.run_state.components(self.component_states()),
             **self._parts.attributes.state(),
             **self._parts.observer_states.state(),
-            "dataloaders": loader_states(self, self._parts.data.trained_sources(), self._parts.data.named_changes),
+            "dataloaders": loader_states(
+                self, self._parts.data.trained_sources(), self._parts.data.named_changes
+            ),
         }
 
     def broadcast_buffers(self) -> None:
@@ -986,7 +1036,10 @@ class BaseRunner(metaclass=MetaRunner):
             with self._parts.session.saving():
                 return
         parts = self._parts
-        scored = not isinstance(parts, TorchParts) or parts.results.scored_at == self.state.train.global_step
+        scored = (
+            not isinstance(parts, TorchParts)
+            or parts.results.scored_at == self.state.train.global_step
+        )
         is_best = save_best and scored and self.is_best and self.standing.latest_index == self.index
         self.saver.save(history=history, best=is_best)
 
@@ -1032,7 +1085,11 @@ class BaseRunner(metaclass=MetaRunner):
                 self.seed = self.state.rng.seed = int(stored["seed"])
                 self._parts.settings_lock.put("seed", self.seed)
             loaded_since = self.run_state.loaded_since(payload)
-            log_exclusions(self.run_state.excluded_from(payload), loaded_since, was_named=bool(self.config.resume))
+            log_exclusions(
+                self.run_state.excluded_from(payload),
+                loaded_since,
+                was_named=bool(self.config.resume),
+            )
             check_same_run(self, payload)
             self.load_state_dict(payload)
             if source is not None:
@@ -1052,13 +1109,19 @@ class BaseRunner(metaclass=MetaRunner):
         """
         with self.run_state.loading(state) as left_out:
             needed = self.run_state.names() or list(self.component_states())
-            payload, excluded = left_out.apply(state, needed=needed, here=self.run_state.weight_paths())
-            check_complete(payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])])
+            payload, excluded = left_out.apply(
+                state, needed=needed, here=self.run_state.weight_paths()
+            )
+            check_complete(
+                payload, excluded, [*needed, "state", *(["dataloaders"] if self.sources else [])]
+            )
             self._parts.attributes.load("requires_grad", payload)
             self.load_components(payload, excluded)
             self._parts.attributes.load("buffers", payload)
             if "dataloaders" in payload:
-                fresh = {split: None for split in self.sources if f"dataloaders.{split}" in excluded}
+                fresh = {
+                    split: None for split in self.sources if f"dataloaders.{split}" in excluded
+                }
                 with restoring("dataloaders", "dataloaders", own=(ValueError,)):
                     self.load_dataloaders({**payload["dataloaders"], **fresh})
             self._parts.attributes.load("attributes", payload)
@@ -1088,7 +1151,11 @@ class BaseRunner(metaclass=MetaRunner):
 
     @classmethod
     def from_checkpoint(
-        cls, checkpoint: str | Path, config: Mapping[str, Any] | None = None, *, attributes: bool = True
+        cls,
+        checkpoint: str | Path,
+        config: Mapping[str, Any] | None = None,
+        *,
+        attributes: bool = True,
     ) -> Self:
         """Construct a runner with the configuration of a checkpoint and restore its full state.
 
@@ -1116,7 +1183,9 @@ class BaseRunner(metaclass=MetaRunner):
         return runner
 
     @classmethod
-    def from_pretrained(cls, config: Mapping[str, object], checkpoint: str | Path | Mapping[str, Any]) -> Self:
+    def from_pretrained(
+        cls, config: Mapping[str, object], checkpoint: str | Path | Mapping[str, Any]
+    ) -> Self:
         """Construct a runner and load only the model of a checkpoint into it.
 
         Args:
@@ -1186,7 +1255,9 @@ class BaseRunner(metaclass=MetaRunner):
                 # A property whose own code asked for an attribute that is not there: its error is raised again.
                 return object.__getattribute__(self, name)
             raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}.{instead_of(name)}", name=name, obj=self
+                f"{type(self).__name__!r} object has no attribute {name!r}.{instead_of(name)}",
+                name=name,
+                obj=self,
             )
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -1200,7 +1271,10 @@ class BaseRunner(metaclass=MetaRunner):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.close()

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 else:
     # Name by name: some of them import torch.distributed.checkpoint, which most runs never use.
     def __getattr__(name: str) -> Any:
-        home = import_module(READERS["deepspeed"]) if name == "DeepSpeedCheckpointManager" else _home
+        home = (
+            import_module(READERS["deepspeed"]) if name == "DeepSpeedCheckpointManager" else _home
+        )
         return getattr(home, name)
 
 

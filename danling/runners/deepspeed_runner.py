@@ -13,8 +13,19 @@ from torch._C._distributed_c10d import HashStore
 from danling.checkpoints import CheckpointManager
 from danling.deepspeed import engine as engines
 from danling.deepspeed.checkpoints import DeepSpeedCheckpointManager
-from danling.deepspeed.engine_config import check_keys, engine_config, uses_bf16_weights, without_auto, zero_stage
-from danling.deepspeed.preparation import EngineModelStates, EnginePreparation, check_trainable, trained_names
+from danling.deepspeed.engine_config import (
+    check_keys,
+    engine_config,
+    uses_bf16_weights,
+    without_auto,
+    zero_stage,
+)
+from danling.deepspeed.preparation import (
+    EngineModelStates,
+    EnginePreparation,
+    check_trainable,
+    trained_names,
+)
 from danling.deepspeed.reduction import EngineReduction
 from danling.optim.state import parameter_names
 from danling.training import GradientReduction, Precision
@@ -77,7 +88,9 @@ class DeepSpeedRunner(TorchRunner):
         if self.optimizer is None and "optimizer" not in settings:
             return
         check_keys(self.given_settings, settings)
-        check_trainable(self.model, self.criterion, self.optimizer, zero_stage(settings), self.world_size)
+        check_trainable(
+            self.model, self.criterion, self.optimizer, zero_stage(settings), self.world_size
+        )
         if self.data_domain.size > 1:
             self._broadcast_criterion()
         if uses_bf16_weights(settings):
@@ -86,7 +99,9 @@ class DeepSpeedRunner(TorchRunner):
         if self.optimizer is not None:
             self.preparation.group_names = parameter_names(self.optimizer, self.named_parameters())
         self.preparation.trained = trained_names(self.model)
-        self.model = self.engine = engines.build_engine(self.deepspeed, self.model, self.optimizer, settings)
+        self.model = self.engine = engines.build_engine(
+            self.deepspeed, self.model, self.optimizer, settings
+        )
         self._parts.closers.callback(self._release)
         self.optimizer = self.engine.basic_optimizer
         if self.scheduler is None and self.engine.lr_scheduler is not None:

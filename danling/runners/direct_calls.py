@@ -41,7 +41,9 @@ def preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
     return method
 
 
-def prepared(runner: TorchRunner, verb: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def prepared(
+    runner: TorchRunner, verb: str, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Call a verb outside of `train_step` and `step`, and prepare what a loop would have if it has not."""
     parts = runner._parts
     session = parts.session
@@ -123,10 +125,14 @@ def _train_step(runner: TorchRunner, call: Callable[[Any], Any], data: object) -
         return parts.update.run(batch, call)
 
 
-def _train_epoch(runner: TorchRunner, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any) -> Any:
+def _train_epoch(
+    runner: TorchRunner, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any
+) -> Any:
     loop, data = runner._parts.loop, runner._parts.data
     loop.check_trainable()
     data.check(split)
     data.agree_lengths()
     with loop.training(whole=False):
-        return loop.train_epoch_directly(split, functools.partial(call, split, *args, **kwargs), runner.train_splits)
+        return loop.train_epoch_directly(
+            split, functools.partial(call, split, *args, **kwargs), runner.train_splits
+        )

@@ -14,14 +14,23 @@ EXTENSIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     # Also loaded by `runner.audit()` and `runner.check_layout()`.
     "audit": (
         "danling.audit.attach",
-        ("audit.digest_interval", "audit.replay_interval", "audit.gradients.dir", "audit.until", "audit.quick"),
+        (
+            "audit.digest_interval",
+            "audit.replay_interval",
+            "audit.gradients.dir",
+            "audit.until",
+            "audit.quick",
+        ),
     ),
     # Also loaded by the URL of a checkpoint.
     "remote": ("danling.remote.attach", ("checkpoint.remote.url",)),
     # Also loaded by the stack `graph`.
     "graph": ("danling.graph.compilation", ("compile.enable",)),
     "elastic": ("danling.elastic.attach", ("elastic.enabled",)),
-    "torchft": ("danling.torchft.attach", ("ft.enabled", "checkpoint.enable_ft_dataloader_checkpoints")),
+    "torchft": (
+        "danling.torchft.attach",
+        ("ft.enabled", "checkpoint.enable_ft_dataloader_checkpoints"),
+    ),
 }
 """By name: the module that attaches an extension to a runner, and the settings that load it. `stream` is loaded by the program that
 imports it, `cli` by the command `danling`."""

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from danling.config import RunnerConfig
 from danling.graph.artifacts import artifacts_of
-from danling.graph.compilation import GraphCompilation, GraphPreparation, WholeLoss, check_backend, policy_tag
+from danling.graph.compilation import (
+    GraphCompilation,
+    GraphPreparation,
+    WholeLoss,
+    check_backend,
+    policy_tag,
+)
 from danling.graph.compiler import check_compiler
 from danling.mesh.fsdp import find_blocks
 
@@ -48,7 +54,12 @@ class GraphRunner(TorchRunner):
         return own
 
     def prepare_components(self) -> None:
-        check_compiler(self.config.compile.backend, self.device.type, setting="stack='graph'", otherwise="stack='ddp'")
+        check_compiler(
+            self.config.compile.backend,
+            self.device.type,
+            setting="stack='graph'",
+            otherwise="stack='ddp'",
+        )
         super().prepare_components()
         self.preparation.function(self.model)
 
@@ -62,7 +73,10 @@ class GraphRunner(TorchRunner):
             GraphRunner.compile_modules(self, [model])
         assert self.compilation is not None
         return WholeLoss(
-            model, lambda: self.compute_loss if self._has_own_loss else None, self.compilation, self.window
+            model,
+            lambda: self.compute_loss if self._has_own_loss else None,
+            self.compilation,
+            self.window,
         )
 
     @property

@@ -29,7 +29,9 @@ class MetaRunner(type):
     program are wrapped for that.
     """
 
-    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
+    def __new__(
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
+    ) -> Any:
         # A class made by `type(name, bases, methods)` belongs to the module that asked for it, not to this one.
         namespace.setdefault("__module__", sys._getframe(1).f_globals.get("__name__", "__main__"))
         # The runners of the library do it themselves, so that a call in an update has no frame more.
@@ -46,7 +48,9 @@ class MetaRunner(type):
     def __signature__(cls) -> inspect.Signature:
         """What the class is constructed with, as help and notebooks show it: the arguments of its `__init__`."""
         own = inspect.signature(cls.__init__)  # type: ignore[misc]
-        return own.replace(parameters=list(own.parameters.values())[1:], return_annotation=inspect.Signature.empty)
+        return own.replace(
+            parameters=list(own.parameters.values())[1:], return_annotation=inspect.Signature.empty
+        )
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         runner: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
@@ -86,7 +90,9 @@ class MetaRunner(type):
 def note_unbuilt(runner: Any, error: AttributeError | TypeError) -> None:
     """Say in an error of the user's `__init__` about `None` as an optimizer that this is made later."""
     # The second text is that of torch's schedules.
-    is_about_optimizer = getattr(error, "name", None) == "param_groups" or "NoneType is not an Optimizer" in str(error)
+    is_about_optimizer = getattr(
+        error, "name", None
+    ) == "param_groups" or "NoneType is not an Optimizer" in str(error)
     if is_about_optimizer and getattr(runner, "optimizer", runner) is None:
         error.add_note(
             "In __init__, self.optimizer is None: the runner makes it of `optim.type` afterwards. Make it there, or make the schedule "

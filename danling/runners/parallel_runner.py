@@ -54,7 +54,13 @@ from danling.mesh.units import UnitOrder
 from danling.optim import JointOptimizer
 from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
 from danling.training.batch_weights import shifts_labels
-from danling.training.batches import align_labels, aligned_labels, call_model, count_samples, takes_aligned_labels
+from danling.training.batches import (
+    align_labels,
+    aligned_labels,
+    call_model,
+    count_samples,
+    takes_aligned_labels,
+)
 from danling.training.model_states import ModelStates
 from danling.utils.hooks import is_overridden
 from danling.utils.tensors import floating_dtype
@@ -94,7 +100,9 @@ class ParallelRunner(TorchRunner):
     def build_placement(self) -> Placement:
         self.topology = self.parallel_context = self.build_topology()
         if not isinstance(self.topology, Topology):
-            raise _returned_nothing("build_topology", "the place of this rank on the mesh", self.topology)
+            raise _returned_nothing(
+                "build_topology", "the place of this rank on the mesh", self.topology
+            )
         settings = self.config.parallel
         self.stage_plan = StagePlan.of(
             self.topology.axes,
@@ -115,7 +123,9 @@ class ParallelRunner(TorchRunner):
         degrees = {name: int(self.config.parallel.axes[name]) for name in AXES}
         if self.config.fsdp.enabled and all(degree == 1 for degree in degrees.values()):
             degrees["shard"] = -1
-        return Topology(degrees, device=self.device, mesh_device_type=self.config.parallel.mesh_device_type)
+        return Topology(
+            degrees, device=self.device, mesh_device_type=self.config.parallel.mesh_device_type
+        )
 
     def init_model_parallel_groups(self) -> None:
         """Override it to make more process groups, right after the mesh is built; the default makes none."""
@@ -143,8 +153,13 @@ class ParallelRunner(TorchRunner):
             equalize_built(self.topology, self.model, before_cut=True)
         parts = self.build_pipeline_model_parts() if is_cut else [self.model]
         number = len(self.stage_plan.indices)
-        if not isinstance(parts, Sequence) or [isinstance(part, nn.Module) for part in parts] != [True] * number:
-            raise _returned_nothing("build_pipeline_model_parts", f"a list of {number} model parts", parts)
+        if (
+            not isinstance(parts, Sequence)
+            or [isinstance(part, nn.Module) for part in parts] != [True] * number
+        ):
+            raise _returned_nothing(
+                "build_pipeline_model_parts", f"a list of {number} model parts", parts
+            )
         for part in parts:
             if not is_meta(part):
                 part.to(self.device)
@@ -169,7 +184,9 @@ class ParallelRunner(TorchRunner):
         whole = {id(p): p for _, p in self.named_parameters()}
         equalize(self.topology, [*whole.values(), *self.model.buffers()])
         if self.optimizer is not None:
-            rebind_optimizer(self.optimizer, names, self.model, whole.values(), pipeline=self.pipeline_domain)
+            rebind_optimizer(
+                self.optimizer, names, self.model, whole.values(), pipeline=self.pipeline_domain
+            )
         if self.topology.degree("shard") > 1:
             self.preparation.order = UnitOrder(self.model, self.topology)
             self.preparation.extra_reductions.append(self.preparation.order)
@@ -180,7 +197,9 @@ class ParallelRunner(TorchRunner):
         if is_cut:
             self.pipeline = self.bind_pipeline_modules(parts)
             if not isinstance(self.pipeline, Pipeline):
-                raise _returned_nothing("bind_pipeline_modules", "the pipeline that runs the parts", self.pipeline)
+                raise _returned_nothing(
+                    "bind_pipeline_modules", "the pipeline that runs the parts", self.pipeline
+                )
 
     def _check_micro_batches(self) -> None:
         """Refuse a setting that no full batch can be cut by; the last batch of an epoch is cut as it comes."""
@@ -196,7 +215,11 @@ class ParallelRunner(TorchRunner):
                     f"{division.micro_batches} micro-batches for split {split!r}. Choose a multiple of "
                     f"{division.world_size * division.micro_batches}, or change accum_steps or dataloader.micro_batch_size."
                 )
-        name = "pipeline_microbatch_size" if settings.pipeline_n_microbatches is None else "pipeline_n_microbatches"
+        name = (
+            "pipeline_microbatch_size"
+            if settings.pipeline_n_microbatches is None
+            else "pipeline_n_microbatches"
+        )
         if self.batch_size % settings[name]:
             raise ValueError(
                 f"Expected the batch size to be a multiple of parallel.{name}. Received: batch_size={self.batch_size}, "
@@ -228,7 +251,12 @@ class ParallelRunner(TorchRunner):
             assert mesh is not None
             for root in self._sharded_roots(part):
                 inner = set(root.modules()) - {root}
-                shard(root, mesh, [block for block in blocks if block in inner], **(self.fsdp_kwargs() or {}))
+                shard(
+                    root,
+                    mesh,
+                    [block for block in blocks if block in inner],
+                    **(self.fsdp_kwargs() or {}),
+                )
         if is_meta(part):
             materialize(part, self.device)
             number = self._initialized
@@ -252,7 +280,9 @@ class ParallelRunner(TorchRunner):
         wanted = self.config.fsdp.blocks
         if wanted is not None and self.topology.degree("pipeline") > 1:
             # Other stages have other blocks.
-            present = {name for name, _ in part.named_modules()} | {type(module).__name__ for module in part.modules()}
+            present = {name for name, _ in part.named_modules()} | {
+                type(module).__name__ for module in part.modules()
+            }
             wanted = [name for name in wanted if name in present]
         return list(find_blocks(part, wanted).values())
 
@@ -279,15 +309,24 @@ class ParallelRunner(TorchRunner):
     def _check_divided(self, parts: Sequence[nn.Module]) -> None:
         """Refuse an axis over which nothing was divided: its ranks would all do the same work."""
         wanted = [
-            axis for axis in axes_with(divides_parameters=True, needs_transform=True) if self.topology.degree(axis) > 1
+            axis
+            for axis in axes_with(divides_parameters=True, needs_transform=True)
+            if self.topology.degree(axis) > 1
         ]
         if not wanted:
             return
-        mine = {axis for part in parts for parameter in part.parameters() for axis in mesh_axes(parameter)}
+        mine = {
+            axis
+            for part in parts
+            for parameter in part.parameters()
+            for axis in mesh_axes(parameter)
+        }
         found = set().union(*self.pipeline_domain.gather_objects(mine))
         whole = [axis for axis in wanted if axis not in found]
         if whole:
-            hook = "parallelize_model" if is_overridden(self, "parallelize_model") else "parallelize"
+            hook = (
+                "parallelize_model" if is_overridden(self, "parallelize_model") else "parallelize"
+            )
             raise ValueError(
                 f"Expected `{hook}` to divide parameters over {', '.join(whole)}. Received: a model none of whose parameters is a "
                 f"DTensor over the mesh of {whole[0]!r}; {self.topology.axes.describe()}. Divide some, or set the degree to 1."
@@ -308,7 +347,9 @@ class ParallelRunner(TorchRunner):
 
         In a pipeline the gathered parameters stay until the backward.
         """
-        kwargs: dict[str, Any] = {"mp_policy": self.build_mixed_precision_policy() or MixedPrecisionPolicy()}
+        kwargs: dict[str, Any] = {
+            "mp_policy": self.build_mixed_precision_policy() or MixedPrecisionPolicy()
+        }
         offload = self.build_offload_policy()
         if offload is not None:
             kwargs["offload_policy"] = offload
@@ -332,9 +373,13 @@ class ParallelRunner(TorchRunner):
             return given
         known = [field.name for field in fields(MixedPrecisionPolicy)]
         if not isinstance(given, Mapping) or any(name not in known for name in given):
-            raise ValueError(f"Expected fsdp.mp_policy to be a mapping with keys out of {known}. Received: {given!r}.")
+            raise ValueError(
+                f"Expected fsdp.mp_policy to be a mapping with keys out of {known}. Received: {given!r}."
+            )
         policy: dict[str, Any] = {
-            name: floating_dtype(value, key=f"fsdp.mp_policy.{name}") if isinstance(value, str) else value
+            name: floating_dtype(value, key=f"fsdp.mp_policy.{name}")
+            if isinstance(value, str)
+            else value
             for name, value in given.items()
         }
         return MixedPrecisionPolicy(**policy)
@@ -386,7 +431,9 @@ class ParallelRunner(TorchRunner):
         """Return the pipeline that runs model parts as stages."""
         schedule = self.build_pipeline_schedule()
         if schedule is None:
-            raise _returned_nothing("build_pipeline_schedule", "a schedule class of torch.distributed.pipelining", None)
+            raise _returned_nothing(
+                "build_pipeline_schedule", "a schedule class of torch.distributed.pipelining", None
+            )
         return Pipeline(self, self._parts.keys, parts, schedule)
 
     # Optimizer
@@ -403,7 +450,9 @@ class ParallelRunner(TorchRunner):
         manager = manager_named("dcp" if asked == "auto" else asked)
         if not issubclass(manager, FileCheckpointManager):
             return manager
-        if self.topology.axes.world_size != self.topology.degree(*axes_with(divides_parameters=False)):
+        if self.topology.axes.world_size != self.topology.degree(
+            *axes_with(divides_parameters=False)
+        ):
             raise ValueError(
                 f"Expected checkpoint.backend='dcp' where parameters are divided. Received: checkpoint.backend={asked!r}, "
                 f"{self.topology.axes.describe()}. Unset it; the export of the weights, checkpoint.last_save_model_only, can be converted "
@@ -431,7 +480,11 @@ class ParallelRunner(TorchRunner):
         """Return whether the model compares each position with the label of the next one, which may be on the next rank."""
         if self.criterion is not None or self._parts.loss.own_loss:
             return False
-        shifts = shifts_labels(self.unwrapped_model) if self.shifts_labels is None else self.shifts_labels
+        shifts = (
+            shifts_labels(self.unwrapped_model)
+            if self.shifts_labels is None
+            else self.shifts_labels
+        )
         labels = peek_target(data)
         is_open = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
         if shifts is None and is_open and aligned_labels(data) is None:
@@ -447,17 +500,27 @@ class ParallelRunner(TorchRunner):
         if self.topology.degree("context") == 1:
             return
         own_loss = self.criterion is not None or self._parts.loss.own_loss
-        shifts = shifts_labels(self.model) if self.shifts_labels is None and not own_loss else self.shifts_labels
+        shifts = (
+            shifts_labels(self.model)
+            if self.shifts_labels is None and not own_loss
+            else self.shifts_labels
+        )
         if shifts and (own_loss or not takes_aligned_labels(self.model)):
             whose = (
-                "a criterion or compute_loss" if own_loss else f"a {type(self.model).__name__} without that parameter"
+                "a criterion or compute_loss"
+                if own_loss
+                else f"a {type(self.model).__name__} without that parameter"
             )
             raise ValueError(
                 "Expected a loss that takes shifted labels with parallel.axes.context: shifting a slice of a sequence would lose the label "
                 f"at its edge. Received: shifts_labels=True with {whose}. Give the model's `forward` a parameter `shift_labels`, which it "
                 "compares with each position as they are, or shift the targets in the dataset and set shifts_labels=False."
             )
-        packed = [name for name, each in self.datasets.items() if isinstance(each, Packed) and "labels" in each.fields]
+        packed = [
+            name
+            for name, each in self.datasets.items()
+            if isinstance(each, Packed) and "labels" in each.fields
+        ]
         if packed and own_loss and self.shifts_labels is None:
             raise ValueError(
                 "Expected targets that are shifted already with parallel.axes.context: shifting a slice of a sequence would lose the label "
@@ -490,7 +553,11 @@ class ParallelRunner(TorchRunner):
 
     def build_reduction(self) -> GradientReduction:
         canonical = self._parts.canonical
-        return MeshReduction(self) if canonical is None else CanonicalMeshReduction(self, canonical, self._exchanges)
+        return (
+            MeshReduction(self)
+            if canonical is None
+            else CanonicalMeshReduction(self, canonical, self._exchanges)
+        )
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         """Run one micro-batch forward and backward. See `TorchRunner.train_step`.
@@ -504,7 +571,9 @@ class ParallelRunner(TorchRunner):
             return super().train_step(data)
         if not self._parts.session.in_step:
             # Called by a program, and not by a loop of the library.
-            returned: tuple[Any, Tensor] = prepared(self, "train_step", partial(ParallelRunner.train_step, self), data)
+            returned: tuple[Any, Tensor] = prepared(
+                self, "train_step", partial(ParallelRunner.train_step, self), data
+            )
             return returned
         # The contexts of forward and backward are around the schedule.
         inputs, target = unpack_batch(data)
@@ -525,8 +594,14 @@ class ParallelRunner(TorchRunner):
         def loss_of(output: Any, place: int) -> Tensor:
             if place >= len(shares):
                 # Padding: a loss without a gradient.
-                leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-                return sum((leaf.sum() * 0.0 for leaf in leaves), torch.zeros((), device=self.device))
+                leaves = [
+                    leaf
+                    for leaf in tree_leaves(output)
+                    if isinstance(leaf, Tensor) and leaf.requires_grad
+                ]
+                return sum(
+                    (leaf.sum() * 0.0 for leaf in leaves), torch.zeros((), device=self.device)
+                )
             chunk, weight_of_chunk = shares[place]
             window.set_current(weight_of_chunk)
             window.cut(output)
@@ -551,7 +626,9 @@ class ParallelRunner(TorchRunner):
                 "self.carry cannot be used in a pipeline, whose schedule runs parts of a batch. Train on another axis than `pipeline`."
             )
         averaged_over = 1.0 if window.sum_reduced else weight or 1.0
-        return pred, torch.as_tensor((window.loss - before) / averaged_over, dtype=torch.float32, device=self.device)
+        return pred, torch.as_tensor(
+            (window.loss - before) / averaged_over, dtype=torch.float32, device=self.device
+        )
 
     def _run_evaluate_step(self, step: Callable[[Any], Any], data: Any) -> Any:
         if self.pipeline is None or not is_overridden(self, "evaluate_step"):
@@ -575,7 +652,9 @@ class ParallelRunner(TorchRunner):
             for place, chunk in enumerate(chunks):
                 pipeline.seed_step(place, opened=False)
                 found.append(self.model.inputs_of(step, chunk))
-            if not all(isinstance(value, Tensor) and value.ndim for inputs in found for value in inputs):
+            if not all(
+                isinstance(value, Tensor) and value.ndim for inputs in found for value in inputs
+            ):
                 return found[0]  # which is refused
             inputs = tuple(torch.cat(values) for values in zip(*found, strict=True))
             if any(len(value) != samples for value in inputs):

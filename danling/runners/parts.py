@@ -177,7 +177,9 @@ class TorchParts(Parts):
         """Make what sums gradients and metrics. The user has set the components; they are neither on the device nor wrapped yet."""
         runner = self.runner
         self._wrap_metrics()
-        self.recompute = Recompute(runner, self.attributes, self.observer_states, self.data, self.train_metrics)
+        self.recompute = Recompute(
+            runner, self.attributes, self.observer_states, self.data, self.train_metrics
+        )
         self.canonical: CanonicalSum | None = None
         if runner.config.gradient_sum == "canonical":
             self.canonical = CanonicalSum(runner, self.attributes, self.recompute)
@@ -201,7 +203,9 @@ class TorchParts(Parts):
         """Return what checks updates while they are made; `None` where no setting of `audit` asks for it."""
         if not is_asked("audit", self.runner.config):
             return None
-        audits: Audits = load("audit").Audits(self.runner, self.session, self.recompute, self.closers, self.extensions)
+        audits: Audits = load("audit").Audits(
+            self.runner, self.session, self.recompute, self.closers, self.extensions
+        )
         return audits
 
     def complete(self) -> None:
@@ -267,12 +271,17 @@ class TorchParts(Parts):
         self.saver.checks += [self.update.raise_pending_error, self.finite.check]
         self.saver.before.append(ExtraStates(runner).check)
         self.keys.called = (self.phases, self.audits, self.train_metrics)
-        observers: list[Observer] = [self.checks, FirstGradients(runner, has_phases=self.phases is not None)]
+        observers: list[Observer] = [
+            self.checks,
+            FirstGradients(runner, has_phases=self.phases is not None),
+        ]
         if not runner.config.checkpoint.load_only:
             observers.append(UnsavedChanges(runner, self.pass_settings))
         session.observers.extend([*observers, RunRecorder(runner, self.data)])
         if self.metrics.has_objects:
-            session.observers.append(MetricsInTraining(session, self.metrics, is_main=runner.is_main_process))
+            session.observers.append(
+                MetricsInTraining(session, self.metrics, is_main=runner.is_main_process)
+            )
         if self.audits is not None:
             self.audits.observe()
 
@@ -302,10 +311,23 @@ class TorchParts(Parts):
         )
         unchanged = elastic.UnchangedUntilStep(runner, self.attributes, handover.digest)
         open_update = elastic.OpenUpdate(
-            runner, session, self.keys, self.update, loop=self.loop, unchanged=unchanged, closers=closers
+            runner,
+            session,
+            self.keys,
+            self.update,
+            loop=self.loop,
+            unchanged=unchanged,
+            closers=closers,
         )
         training: ElasticTraining = elastic.ElasticTraining(
-            runner, ranks, session, self.data, update=open_update, handover=handover, main=main, shards=shards
+            runner,
+            ranks,
+            session,
+            self.data,
+            update=open_update,
+            handover=handover,
+            main=main,
+            shards=shards,
         )
         self.elastic_training = training
         self.extensions.append(training)
@@ -326,8 +348,12 @@ class TorchParts(Parts):
         """Return what runs the micro-batches of an update."""
         update, config = self.update, self.runner.config
         # These two run the micro-batches of an update a second time.
-        update.keeps_batches = self.runner.fault_tolerance is not None or config.audit.replay_interval is not None
-        run_window = update.run_window_that_fits if self.data.finds_micro_batch_size else update.run_window
+        update.keeps_batches = (
+            self.runner.fault_tolerance is not None or config.audit.replay_interval is not None
+        )
+        run_window = (
+            update.run_window_that_fits if self.data.finds_micro_batch_size else update.run_window
+        )
         if self.audits is None:
             return run_window
         self.audits.attach_to(update)

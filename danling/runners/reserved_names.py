@@ -10,7 +10,18 @@ from typing import Any
 from danling.config.names import READ_ELSEWHERE
 
 SETTABLE = frozenset(
-    {"model", "ema", "criterion", "optimizer", "scheduler", "datasets", "dataloaders", "metrics", "meters", "config"}
+    {
+        "model",
+        "ema",
+        "criterion",
+        "optimizer",
+        "scheduler",
+        "datasets",
+        "dataloaders",
+        "metrics",
+        "meters",
+        "config",
+    }
     | {"carry", "shifts_labels"}
 )
 """Components, which the library takes over as they were set."""
@@ -18,7 +29,9 @@ SETTABLE = frozenset(
 COMPONENTS = ("model", "ema", "criterion", "optimizer", "scheduler", "metrics")
 """Components of which a run has none until the user sets one."""
 
-_REPLACEABLE = frozenset({"state", "device", "workspace", "seed", "id", "timestamp", "code_id", "config_id"})
+_REPLACEABLE = frozenset(
+    {"state", "device", "workspace", "seed", "id", "timestamp", "code_id", "config_id"}
+)
 """What a user may replace by another value of the same type."""
 
 OFTEN_LEFT_OUT = frozenset({"forward_context", "on_pass_start", "to_device", "train_context"})
@@ -43,14 +56,18 @@ def begin(runner: object) -> dict[str, object]:
 def guard(runner: Any, early: Mapping[str, object]) -> None:
     """Guard the names of the library from now on, and check those that the user set early."""
     attributes = vars(runner)
-    set_here = {name for name, value in attributes.items() if early.get(name, _MISSING) is not value}
+    set_here = {
+        name for name, value in attributes.items() if early.get(name, _MISSING) is not value
+    }
     attributes["library_names"] = frozenset({*SETTABLE, *defined(runner.__class__), *set_here})
     for name in early.keys() - set_here:
         check_assignment(runner, name, attributes[name], {})
     attributes[GUARDED] = True
 
 
-def check_assignment(runner: Any, name: str, value: object, present: Mapping[str, object] | None = None) -> None:
+def check_assignment(
+    runner: Any, name: str, value: object, present: Mapping[str, object] | None = None
+) -> None:
     """Refuse an attribute of the user's under a name of the library's.
 
     Components, hooks and what has the type of the library's own value may be set; a method may be replaced by a function.
@@ -63,10 +80,14 @@ def check_assignment(runner: Any, name: str, value: object, present: Mapping[str
     present = vars(runner) if present is None else present
     if original is _MISSING and name in present:
         original = present[name]
-        is_allowed = value is original or (name in _REPLACEABLE and isinstance(value, type(original)))
+        is_allowed = value is original or (
+            name in _REPLACEABLE and isinstance(value, type(original))
+        )
     else:
         # `mode` is a value of the class that the library changes while it runs.
-        is_allowed = name != "mode" and _kind(original) != "property" and _may_replace(original, value)
+        is_allowed = (
+            name != "mode" and _kind(original) != "property" and _may_replace(original, value)
+        )
     if not is_allowed:
         raise _refused(f"self.{name} = {_shown(value)}", name, owner)
 
@@ -94,7 +115,9 @@ def instead_of(name: str) -> str:
 def check_class(runner: Any) -> None:
     """Refuse methods and values in the classes of a user under names of the library's. Called when `__init__` has ended."""
     known = defined(runner.__class__)
-    of_user = [each for each in type(runner).__mro__ if not _is_library(each) and each is not object]
+    of_user = [
+        each for each in type(runner).__mro__ if not _is_library(each) and each is not object
+    ]
     for kind, name, value in ((each, *item) for each in of_user for item in vars(each).items()):
         is_free = name in SETTABLE or name not in runner.library_names or name == "_unjoined"
         if is_free or name.startswith("__"):
@@ -133,7 +156,9 @@ def _is_library(kind: type) -> bool:
 def _kind(value: object) -> str:
     if isinstance(value, (property, functools.cached_property)):
         return "property"
-    if inspect.isroutine(value) or isinstance(value, (staticmethod, classmethod, functools.partial)):
+    if inspect.isroutine(value) or isinstance(
+        value, (staticmethod, classmethod, functools.partial)
+    ):
         return "method"
     return "value"
 

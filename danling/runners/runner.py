@@ -62,7 +62,9 @@ def join_stack(cls: type[BaseRunner], stack: str) -> type[BaseRunner]:
     base: type[BaseRunner] = getattr(import_module(module), name)
     if issubclass(cls, base):
         return cls
-    body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_unjoined": cls}
+    body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")} | {
+        "_unjoined": cls
+    }
     joined: type[BaseRunner] = types.new_class(
         cls.__name__, (cls, base), exec_body=lambda namespace: namespace.update(body)
     )

@@ -63,7 +63,10 @@ class ElasticState:
 
     def load(self, stored: Mapping[str, Any]) -> None:
         """Count the attempts up, and take over how many samples a rank can hold."""
-        self.attempts, self.micro_batch_size = int(stored.get("attempts", 0)) + 1, stored.get("micro_batch_size")
+        self.attempts, self.micro_batch_size = (
+            int(stored.get("attempts", 0)) + 1,
+            stored.get("micro_batch_size"),
+        )
 
 
 @dataclass
@@ -108,7 +111,11 @@ class RunnerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return `{"train": ..., "elastic": ..., "rng": ...}` of tensors and plain values."""
-        return {"train": asdict(self.train), "elastic": asdict(self.elastic), "rng": asdict(self.rng)}
+        return {
+            "train": asdict(self.train),
+            "elastic": asdict(self.elastic),
+            "rng": asdict(self.rng),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters; attempts are counted up. The seed is that of the configuration. What is not stored stays as it is.

@@ -202,7 +202,9 @@ class TorchRunner(BaseRunner):
         super().__post_init__()
         self.preparation.note_constructed(self.model)
         if self.is_main_process:
-            write_description(describe_model(self.unwrapped_model), self.workspace.metadata_dir / DESCRIPTION)
+            write_description(
+                describe_model(self.unwrapped_model), self.workspace.metadata_dir / DESCRIPTION
+            )
         self._parts.checks.check_schedule(evaluates=bool(self.evaluate_splits))
         if self.is_main_process:
             for message in self.idle_settings():
@@ -225,7 +227,10 @@ class TorchRunner(BaseRunner):
         data = self._parts.data
         trained = self.train_splits
         built = [self.sources[split] for split in self.datasets if split in self.sources]
-        divides = any(data.division(split) or isinstance(self.datasets.get(split), LoaderSettings) for split in trained)
+        divides = any(
+            data.division(split) or isinstance(self.datasets.get(split), LoaderSettings)
+            for split in trained
+        )
         sentences = idle_settings(
             self.config,
             evaluates=bool(self.evaluate_splits),
@@ -245,7 +250,11 @@ class TorchRunner(BaseRunner):
         """Whether a subclass, another stack or an attribute of the instance overrides one of these hooks of `TorchRunner`."""
         kind = type(self)
         own = vars(self)
-        found = [hook for hook in hooks if hook in own or getattr(kind, hook) is not getattr(TorchRunner, hook)]
+        found = [
+            hook
+            for hook in hooks
+            if hook in own or getattr(kind, hook) is not getattr(TorchRunner, hook)
+        ]
         return bool(found)
 
     def bind_optimizer(self) -> None:
@@ -312,11 +321,15 @@ class TorchRunner(BaseRunner):
                 self.world.broadcast(tensor.data)
             self._broadcast_criterion()
             return model
-        is_wrapped = self.distributed and any(parameter.requires_grad for parameter in model.parameters())
+        is_wrapped = self.distributed and any(
+            parameter.requires_grad for parameter in model.parameters()
+        )
         options = self.ddp_kwargs() if is_wrapped else {}
         if isinstance(self.optimizer, JointOptimizer) and self.optimizer.named:
             self.preparation.wrapper = PhasedModel
-        return self.preparation.wrap(model, options, reduces_later=self._parts.data.finds_micro_batch_size)
+        return self.preparation.wrap(
+            model, options, reduces_later=self._parts.data.finds_micro_batch_size
+        )
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `DistributedDataParallel`; override for unused parameters or a static graph."""
@@ -350,7 +363,9 @@ class TorchRunner(BaseRunner):
         """
         return self.preparation.whole_weights(self.unwrapped_model, modify=modify)
 
-    def save_pretrained(self, directory: str | Path, *, averaged: bool | None = None, **options: Any) -> None:
+    def save_pretrained(
+        self, directory: str | Path, *, averaged: bool | None = None, **options: Any
+    ) -> None:
         """Write files that `from_pretrained` of transformers or peft reads: the main process calls the model's `save_pretrained`.
 
         For a model with adapters, the adapters and the modules that are trained with them are written.
@@ -363,10 +378,14 @@ class TorchRunner(BaseRunner):
         model = check_pretrained(self.unwrapped_model)
         self._parts.update.check_updates_made()
         if averaged and self.ema is None:
-            raise ValueError("Expected averaged weights. Received: ema.enabled=False. Leave averaged=True out.")
+            raise ValueError(
+                "Expected averaged weights. Received: ema.enabled=False. Leave averaged=True out."
+            )
         if averaged is None and self.ema is not None:
             averaged = True
-            logger.info("Writing the averaged weights, which are evaluated. averaged=False writes the trained ones.")
+            logger.info(
+                "Writing the averaged weights, which are evaluated. averaged=False writes the trained ones."
+            )
         weights = self.preparation.averaged(self.ema) if averaged else nullcontext()
         with evaluation_weights(self.optimizer), weights, self.whole_weights():
             if self.is_main_process:
@@ -399,7 +418,9 @@ class TorchRunner(BaseRunner):
         """Return the scheduler of `config.scheduler`; schedules over the whole run get its length."""
         settings = self.config.get("scheduler", None) or {}
         mode = mode_of_schedule(self)
-        return build_scheduler(settings, self.optimizer, steps=self.steps, epochs=self.epochs, mode=mode)
+        return build_scheduler(
+            settings, self.optimizer, steps=self.steps, epochs=self.epochs, mode=mode
+        )
 
     def _follow_setting(self, key: str) -> None:
         """Follow the change of a live setting. Another budget rebuilds the schedule for its length, as a resume with that budget does."""
@@ -449,13 +470,17 @@ class TorchRunner(BaseRunner):
                 return self.train_steps(train_splits, evaluate_splits)
             return self.train_epochs(train_splits, evaluate_splits)
 
-    def train_epochs(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
+    def train_epochs(
+        self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None
+    ) -> Results:
         """Train epoch by epoch until `epochs` are completed, as `train` does."""
         with together(self, "train_epochs"):
             self._parts.loop.train("epochs", train_splits, evaluate_splits)
         return self.results
 
-    def train_steps(self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None) -> Results:
+    def train_steps(
+        self, train_splits: SplitNames = None, evaluate_splits: SplitNames = None
+    ) -> Results:
         """Train update by update until `steps` are committed, pass after pass over the data, as `train` does."""
         with together(self, "train_steps"):
             self._parts.loop.train("steps", train_splits, evaluate_splits)
@@ -500,7 +525,11 @@ class TorchRunner(BaseRunner):
         return report
 
     def audit(
-        self, from_checkpoint: int | None = None, to_checkpoint: int | None = None, *, scratch: str | Path | None = None
+        self,
+        from_checkpoint: int | None = None,
+        to_checkpoint: int | None = None,
+        *,
+        scratch: str | Path | None = None,
     ) -> AuditResult:
         """Train between two checkpoints of this run again, and say whether the end is bitwise the stored one.
 
@@ -536,7 +565,9 @@ class TorchRunner(BaseRunner):
         """Return how the ranks end a pass together; a stack whose ranks read the same data overrides it."""
         return PassAgreement(self.placement.optimizer, self.data_domain)
 
-    def log_metric(self, name: str, value: float | Tensor, weight: float | Tensor | None = None) -> None:
+    def log_metric(
+        self, name: str, value: float | Tensor, weight: float | Tensor | None = None
+    ) -> None:
         """Add a metric within `train_step` or `evaluate_step`: a weighted mean over the pass and all ranks, shown with the loss.
 
         No communication: may be called on one rank. A value on an accelerator is not waited for.
@@ -547,7 +578,9 @@ class TorchRunner(BaseRunner):
             weight: What it is a mean over; `None` is the weight of the micro-batch's loss, see `batch_weight`.
         """
         if weight is None:
-            weight = self.window.current if self.mode == "train" else self._parts.evaluator.batch_weight
+            weight = (
+                self.window.current if self.mode == "train" else self._parts.evaluator.batch_weight
+            )
         self.meters.update({name: value}, weight)
 
     def stop(self) -> None:
@@ -613,7 +646,9 @@ class TorchRunner(BaseRunner):
         """
         if not self._parts.session.in_step:
             # Called by a program, and not by a loop of the library.
-            returned: tuple[Any, Any] = prepared(self, "train_step", partial(TorchRunner.train_step, self), data)
+            returned: tuple[Any, Any] = prepared(
+                self, "train_step", partial(TorchRunner.train_step, self), data
+            )
             return returned
         if type(data) in (tuple, list) and len(data) == 2:
             # Most batches are a plain pair. Taken apart here, they save a call, which takes as long as a small operation of torch.
@@ -722,7 +757,9 @@ class TorchRunner(BaseRunner):
         if not self.config.ft.enabled:
             return
         parts = self._parts
-        member: ReplicaMember = load("torchft").ReplicaMember(self, parts.session, parts.live_state, parts.recompute)
+        member: ReplicaMember = load("torchft").ReplicaMember(
+            self, parts.session, parts.live_state, parts.recompute
+        )
         self.fault_tolerance = member
         member.join_training(parts.extensions)
         self._parts.closers.callback(member.close)
@@ -745,10 +782,14 @@ class TorchRunner(BaseRunner):
         # Decided here and not at construction: the program may have set a method on the runner since.
         overrides_context = self._overrides_any("train_context", "forward_context")
         # That of replica groups is no `GradientReduction`; it enters the context of the reduction that it wraps.
-        has_context = getattr(type(self.reduction), "context", None) is not GradientReduction.context
+        has_context = (
+            getattr(type(self.reduction), "context", None) is not GradientReduction.context
+        )
         casts = self.precision.autocast is not no_autocast
         self._enters_contexts = overrides_context or has_context or casts
-        self._parts.update.moves_batches = self.device.type != "cpu" or self._overrides_any("to_device")
+        self._parts.update.moves_batches = self.device.type != "cpu" or self._overrides_any(
+            "to_device"
+        )
         self._parts.skipped.bind()
         if self._parts.phases is not None:
             self._parts.phases.bind()
@@ -790,7 +831,9 @@ class TorchRunner(BaseRunner):
             The gradients that exist, or this rank's shares of them.
         """
         reduction = self.reduction
-        return reduction.unscale(self.window.gradient_factor(totals.weight, reduction.mean_over), totals.weight)
+        return reduction.unscale(
+            self.window.gradient_factor(totals.weight, reduction.mean_over), totals.weight
+        )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -924,7 +967,9 @@ class TorchRunner(BaseRunner):
         """
         with together(self, "evaluate_steps"):
             if steps is not None and steps < 1:
-                raise ValueError(f"Expected steps to be at least 1, or None. Received: steps={steps!r}.")
+                raise ValueError(
+                    f"Expected steps to be at least 1, or None. Received: steps={steps!r}."
+                )
             if steps is None:
                 steps = max((self.steps or 0) // 20, 1)
             return self._parts.evaluator.evaluate(split, steps)
@@ -941,7 +986,9 @@ class TorchRunner(BaseRunner):
         forward = self._parts.evaluator.forward
         if self.mode != "train" or self._parts.session.in_step:
             return forward.evaluate(data)
-        returned: tuple[Any, Tensor | None] = prepared(self, "evaluate_step", forward.evaluate, data)
+        returned: tuple[Any, Tensor | None] = prepared(
+            self, "evaluate_step", forward.evaluate, data
+        )
         return returned
 
     def summarize(self, split: str, totals: Meters) -> dict[str, float]:
@@ -954,7 +1001,9 @@ class TorchRunner(BaseRunner):
             split: The split that was evaluated.
             totals: Sums and weights of this rank.
         """
-        return totals.averages(self.placement.metrics) | self._parts.metrics.compute(self.placement.metrics)
+        return totals.averages(self.placement.metrics) | self._parts.metrics.compute(
+            self.placement.metrics
+        )
 
     @overload
     def infer(self, split: str | None = None, *, stream: Literal[False] = False) -> list[Any]: ...
@@ -978,11 +1027,15 @@ class TorchRunner(BaseRunner):
             many items as the batch has samples, which a `loss` has not. Anything else is one item for the whole batch.
         """
         with together(self, "infer"):
-            chosen = self._parts.data.choose(split, self._parts.data.to_infer(self.evaluate_splits), "infer")[0]
+            chosen = self._parts.data.choose(
+                split, self._parts.data.to_infer(self.evaluate_splits), "infer"
+            )[0]
             evaluator = self._parts.evaluator
             if not stream:
                 return evaluator.infer(chosen)
-            return (prediction for batch in evaluator.stream_batches(chosen) for prediction in batch)
+            return (
+                prediction for batch in evaluator.stream_batches(chosen) for prediction in batch
+            )
 
     def infer_step(self, data: Any) -> Any:
         """Return the prediction of one batch; its target, if any, is ignored.
@@ -1038,7 +1091,9 @@ class TorchRunner(BaseRunner):
         if template is None:
             return super().read_checkpoint(checkpoint)
         template["model"] = self.model_state_dict()
-        payload: dict[str, Any] = self.checkpoint_manager.load_checkpoint(checkpoint, template=template)
+        payload: dict[str, Any] = self.checkpoint_manager.load_checkpoint(
+            checkpoint, template=template
+        )
         return payload
 
     def load_components(self, payload: Mapping[str, object], excluded: set[str]) -> None:
@@ -1062,7 +1117,9 @@ class TorchRunner(BaseRunner):
                 lambda name: allows(f"optim.{name}") or allows("optim.param_groups"),
             )
             if self.is_main_process and not self._parts.session.updated_once:
-                warn_if_replaced(options, options_of(self.optimizer), scheduled=self.scheduler is not None)
+                warn_if_replaced(
+                    options, options_of(self.optimizer), scheduled=self.scheduler is not None
+                )
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights into the unwrapped model, by name without wrapper prefixes.
@@ -1113,10 +1170,14 @@ class TorchRunner(BaseRunner):
         """
         # Also where a resume reads the weights that its run began from: what the run has trained since is not in them.
         with together(self, "load_pretrained"), self.run_state.loading({}) as left_out:
-            weights = read_model(self.checkpoint_manager, checkpoint, averages=self.config.pretrained_averages)
+            weights = read_model(
+                self.checkpoint_manager, checkpoint, averages=self.config.pretrained_averages
+            )
             # Other exclusions would match nothing in the weights, which is an error.
             entries = left_out.parts_of("model")
-            payload, excluded = exclude({"model": weights}, entries, here=self.run_state.weight_paths())
+            payload, excluded = exclude(
+                {"model": weights}, entries, here=self.run_state.weight_paths()
+            )
             ties = untied(self.unwrapped_model, payload["model"])
             self.load_model(payload["model"], partial=bool(excluded))
             if self.is_main_process:

@@ -134,7 +134,11 @@ class RefChannel(ABC):
                 raise RuntimeError(
                     f"Expected the log of stream {self.name} to be open. Received: it is {end.kind} after {end.published} samples"
                     + (f": {end.reason}. " if end.reason else ". ")
-                    + ("A complete log stays: begin another stream." if complete else "Call reopen to continue there.")
+                    + (
+                        "A complete log stays: begin another stream."
+                        if complete
+                        else "Call reopen to continue there."
+                    )
                 )
             return self._append(refs)
 
@@ -168,7 +172,9 @@ class RefChannel(ABC):
             try:
                 ref = SampleRef.from_json(line, place)
             except ValueError as error:
-                raise ValueError(f"{error} It is sample {place} of {self.name}, which is damaged. {_REPAIR}") from error
+                raise ValueError(
+                    f"{error} It is sample {place} of {self.name}, which is damaged. {_REPAIR}"
+                ) from error
             if not self._warned_unchecked and not has_checksum(line):
                 self._warned_unchecked = True
                 logger.info(
@@ -205,7 +211,11 @@ class RefChannel(ABC):
     def committed(self) -> int:
         """Return the watermark: samples that a durable checkpoint of the trainer is behind."""
         position = self._watermark()
-        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < 1 << 63:
+        if (
+            isinstance(position, bool)
+            or not isinstance(position, int)
+            or not 0 <= position < 1 << 63
+        ):
             raise ValueError(
                 f"Expected a watermark of at least 0 in the log of stream {self.name}. Received: {position!r}. Bring the log back from a "
                 "copy."
@@ -238,7 +248,9 @@ class RefChannel(ABC):
         with self._reading():
             return self._counted_end()
 
-    def end(self, kind: str = "complete", reason: str = "", *, part: int = 0, parts: int = 1) -> None:
+    def end(
+        self, kind: str = "complete", reason: str = "", *, part: int = 0, parts: int = 1
+    ) -> None:
         """End the log; one that has ended keeps its first end, which is the cause of the later ones.
 
         Args:
@@ -252,7 +264,9 @@ class RefChannel(ABC):
             ValueError: If the kind is none of them, or the producers do not agree about their number.
         """
         if kind not in _ENDS:
-            raise ValueError(f"Expected one of {', '.join(_ENDS)} as the end of a stream. Received: {kind!r}.")
+            raise ValueError(
+                f"Expected one of {', '.join(_ENDS)} as the end of a stream. Received: {kind!r}."
+            )
         with self._writing():
             ended = self._counted_end()
             _, known, done = self._state()

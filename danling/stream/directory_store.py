@@ -16,7 +16,15 @@ from urllib.parse import quote
 
 from torch import Tensor
 
-from danling.utils.files import NEW_FILE, open_file, read_bytes, refuse_link, sync_directory, write_all, write_error
+from danling.utils.files import (
+    NEW_FILE,
+    open_file,
+    read_bytes,
+    refuse_link,
+    sync_directory,
+    write_all,
+    write_error,
+)
 from danling.utils.locks import FileLock, exclusive
 from danling.utils.plain import parse_json
 
@@ -53,7 +61,9 @@ class DirectoryStore(CheckedStore):
         ValueError: If `objects` or `writing` in it is a link.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int | None = None, read_only: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, max_bytes: int | None = None, read_only: bool = False
+    ) -> None:
         if find_spec("safetensors") is None:
             raise ImportError(
                 "Expected the package 'safetensors' to be installed for a DirectoryStore. Received: no such package. "
@@ -91,7 +101,9 @@ class DirectoryStore(CheckedStore):
         present = [object_id for object_id in plain if self._file(object_id).exists()]
         waiting = iter([object_id for object_id in plain if object_id not in present])
         while chunk := list(islice(waiting, _AT_ONCE)):
-            present += self._write({object_id: _serialize(object_id, plain[object_id]) for object_id in chunk})
+            present += self._write(
+                {object_id: _serialize(object_id, plain[object_id]) for object_id in chunk}
+            )
         for object_id in present:
             self._check_same(object_id, plain[object_id])
         if present:
@@ -102,7 +114,9 @@ class DirectoryStore(CheckedStore):
         """Write files, all durable at the end; return the objects that another writer has published meanwhile."""
         first, size = next(iter(objects)), sum(map(len, objects.values()))
         writer = FileLock(self._writing / f"{uuid.uuid4().hex}.lock")
-        staged = {name: writer.file.with_suffix(f".{number}") for number, name in enumerate(objects)}
+        staged = {
+            name: writer.file.with_suffix(f".{number}") for number, name in enumerate(objects)
+        }
         try:
             with self._exclusive():
                 # Checked before anything is written, and for each when it is published.
@@ -117,7 +131,11 @@ class DirectoryStore(CheckedStore):
                 # Also where the budget has refused one: those before it are published.
                 sync_directory(self._objects)
         except OSError as error:
-            what = f"object {first!r}" if len(objects) == 1 else f"object {first!r} and {len(objects) - 1} more"
+            what = (
+                f"object {first!r}"
+                if len(objects) == 1
+                else f"object {first!r} and {len(objects) - 1} more"
+            )
             raise write_error(f"{what} of {size} bytes", self.path, error, room=ROOM) from error
         finally:
             for file in staged.values():
@@ -231,7 +249,9 @@ class DirectoryStore(CheckedStore):
 
     def _count(self) -> int:
         try:
-            return int(parse_json(read_bytes(self._usage_file, limit=_USAGE_BYTES, follow=False))["bytes"])
+            return int(
+                parse_json(read_bytes(self._usage_file, limit=_USAGE_BYTES, follow=False))["bytes"]
+            )
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             self._note(total := self._recount())
             return total
@@ -248,7 +268,9 @@ class DirectoryStore(CheckedStore):
         total = 0
         with os.scandir(self._objects) as files:
             for file in files:
-                with suppress(FileNotFoundError):  # a reader without the lock may meet one that goes
+                with suppress(
+                    FileNotFoundError
+                ):  # a reader without the lock may meet one that goes
                     total += file.stat().st_size
         return total
 
@@ -281,7 +303,11 @@ def _serialize(object_id: str, tensors: Mapping[str, Tensor]) -> bytes:
             raise KeyError(_RESERVED)
         data: bytes = safetensors.torch.save(plain, metadata={_KEY: about})
         return data
-    except (KeyError, ValueError, safetensors.SafetensorError) as error:  # it differs between versions
+    except (
+        KeyError,
+        ValueError,
+        safetensors.SafetensorError,
+    ) as error:  # it differs between versions
         received = ", ".join(f"{name!r} of {tensor.dtype}" for name, tensor in tensors.items())
         raise TypeError(
             f"Expected names and dtypes that safetensors can store in object {object_id!r}. Received: {received} ({error!r}). Return them "

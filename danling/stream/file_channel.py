@@ -223,7 +223,9 @@ class FileChannel(RefChannel):
             write_all(handle, lines.encode())
             os.fsync(handle)
         except OSError as error:
-            with suppress(OSError):  # whole lines that stay then are samples, and the next producer cuts off the rest
+            with suppress(
+                OSError
+            ):  # whole lines that stay then are samples, and the next producer cuts off the rest
                 os.ftruncate(handle, self._scanned)
             raise write_error(what, self._log, error, room=ROOM) from error
         finally:
@@ -258,7 +260,9 @@ class FileChannel(RefChannel):
         return record.get("committed")
 
     def _move_watermark(self, position: int) -> None:
-        write_atomically(self.path / "committed.json", to_checked_json({"committed": position}) + "\n")
+        write_atomically(
+            self.path / "committed.json", to_checked_json({"committed": position}) + "\n"
+        )
 
 
 def _digest(sample_id: bytes) -> bytes:

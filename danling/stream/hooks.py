@@ -22,7 +22,9 @@ _STACKS = (
 
 
 @contextmanager
-def capture_hidden_states(model: nn.Module, layers: Iterable[int | str]) -> Iterator[dict[int | str, Tensor]]:
+def capture_hidden_states(
+    model: nn.Module, layers: Iterable[int | str]
+) -> Iterator[dict[int | str, Tensor]]:
     """Collect what layers of a model return, by forward hooks, which are removed on exit, also after an error.
 
     With a model of transformers, layer `i` gives `hidden_states[i + 1]`, but that the last layer's is the state before the final norm.
@@ -49,13 +51,17 @@ def _find_layer(model: nn.Module, key: int | str) -> nn.Module:
                 f"Expected the name of a module of {type(model).__name__}. Received: {key!r}. See `dict(model.named_modules())`."
             )
         return modules[key]
-    found = next((modules[name] for name in _STACKS if isinstance(modules.get(name), nn.ModuleList)), None)
+    found = next(
+        (modules[name] for name in _STACKS if isinstance(modules.get(name), nn.ModuleList)), None
+    )
     if not isinstance(found, nn.ModuleList):
         raise ValueError(
             f"Expected a model with its layers under one of {', '.join(_STACKS)}. Received: {type(model).__name__}. Give the names of "
             "modules instead of numbers."
         )
     if not -len(found) <= key < len(found):
-        raise ValueError(f"Expected a layer from {-len(found)} to {len(found) - 1}. Received: {key}.")
+        raise ValueError(
+            f"Expected a layer from {-len(found)} to {len(found) - 1}. Received: {key}."
+        )
     layer: nn.Module = found[key]
     return layer

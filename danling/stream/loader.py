@@ -52,7 +52,11 @@ class FeatureDataset(Dataset[Any]):
     """
 
     def __init__(
-        self, store: FeatureStore, refs: Sequence[SampleRef], *, transform: Callable[[Sample], Any] | None = None
+        self,
+        store: FeatureStore,
+        refs: Sequence[SampleRef],
+        *,
+        transform: Callable[[Sample], Any] | None = None,
     ) -> None:
         self.store = store
         self.refs = list(refs)
@@ -81,7 +85,9 @@ def unsaved_updates(runner: BaseRunner) -> int | None:
     if not runner.is_step_mode or settings.load_only:
         return None
     # A save in the background may wait for the one before it, and is on the disk an interval later then.
-    return runner.checkpoint_interval * (2 if CheckpointSettings.from_config(settings).is_async else 1)
+    return runner.checkpoint_interval * (
+        2 if CheckpointSettings.from_config(settings).is_async else 1
+    )
 
 
 class StreamLoader(UpdateLoader):
@@ -133,14 +139,21 @@ class StreamLoader(UpdateLoader):
         may_skip = on_gap == "error" or (on_gap, retain) == ("skip", "step")
         for name, value, is_right, expected in (
             ("batch_size", batch_size, batch_size > 0, "a positive integer"),
-            ("global_batch_size", global_batch_size, global_batch_size is None or global_batch_size > 0, "positive"),
+            (
+                "global_batch_size",
+                global_batch_size,
+                global_batch_size is None or global_batch_size > 0,
+                "positive",
+            ),
             ("retain", retain, retain in get_args(Retain), "'checkpoint', 'step' or 'all'"),
             ("on_gap", on_gap, may_skip, "'error', or 'skip' with retain='step'"),
             ("prefetch", prefetch, prefetch >= 0, "a number of micro-batches, 0 for none"),
             ("idle_timeout", idle_timeout, idle_timeout > 0, "seconds above 0"),
         ):
             if not is_right:
-                raise ValueError(f"Expected {name} of a StreamLoader to be {expected}. Received: {name}={value!r}.")
+                raise ValueError(
+                    f"Expected {name} of a StreamLoader to be {expected}. Received: {name}={value!r}."
+                )
         self.store = store
         self.channel = channel
         self.batch_size = batch_size
@@ -248,7 +261,9 @@ class StreamLoader(UpdateLoader):
         before = self.channel.read(max(stop - 1, 0), stop)
         if before and self._last_id in ("", before[0].id):
             return
-        received = f"sample {before[0].id!r}" if before else f"a log of {self.channel.published()} samples"
+        received = (
+            f"sample {before[0].id!r}" if before else f"a log of {self.channel.published()} samples"
+        )
         where = f"at place {self.consumed - 1}" if self.consumed else "at its end"
         raise ValueError(
             f"Expected the log that this run was trained on, with sample {self._last_id!r} {where}. Received: {received} in "
@@ -258,10 +273,13 @@ class StreamLoader(UpdateLoader):
     def _claim(self) -> None:
         """Take the log for this run, on the main process."""
         if self._owns is None and self._context.is_main:
-            self._owns = self.channel.claim(f"process {os.getpid()}" if self._runner is None else self._runner.id)
+            self._owns = self.channel.claim(
+                f"process {os.getpid()}" if self._runner is None else self._runner.id
+            )
             if not self._owns and self.retain != "all":
                 logger.info(
-                    "Stream %s belongs to another run: it is read, and nothing of it is freed.", self.channel.name
+                    "Stream %s belongs to another run: it is read, and nothing of it is freed.",
+                    self.channel.name,
                 )
 
     def _check_gap(self) -> None:
@@ -312,7 +330,13 @@ class StreamLoader(UpdateLoader):
                 if self._pool is None and self.prefetch:
                     self._pool = ThreadPoolExecutor(1, thread_name_prefix="danling-stream")
                 batch, refs = known.popleft()
-                ahead.append((batch, refs, self._pool.submit(self._fetch, refs) if self._pool is not None else None))
+                ahead.append(
+                    (
+                        batch,
+                        refs,
+                        self._pool.submit(self._fetch, refs) if self._pool is not None else None,
+                    )
+                )
             if not ahead:
                 return
             batch, refs, fetched = ahead.popleft()
@@ -321,7 +345,9 @@ class StreamLoader(UpdateLoader):
                 yield batch._replace(data=default_collate([dict(sample) for sample in samples]))
             else:
                 share = self._context.share
-                seed_host_streams(derive_seed(share.seed, "read", share.split, self.epoch, batch.place[0]))
+                seed_host_streams(
+                    derive_seed(share.seed, "read", share.split, self.epoch, batch.place[0])
+                )
                 yield batch._replace(data=self.collate_fn(samples))
 
     def _fetch(self, refs: Sequence[SampleRef]) -> list[Sample]:
@@ -350,7 +376,13 @@ class StreamLoader(UpdateLoader):
             self._check_credit(refs)
         samples = len(refs)
         division = self._division
-        cuts = list(zip(division.cut(samples, self._context.share.rank), division.totals(samples), strict=True))
+        cuts = list(
+            zip(
+                division.cut(samples, self._context.share.rank),
+                division.totals(samples),
+                strict=True,
+            )
+        )
         self._opened.append((start + samples, refs[-1].id, len(cuts)))
         # Padding has the place that its sample would have, and the first sample of the window.
         return [
@@ -412,7 +444,10 @@ class StreamLoader(UpdateLoader):
 
     def _check_credit(self, refs: Sequence[SampleRef], *, waits: bool = False) -> None:
         """Refuse a producer that may not be so far ahead that training comes to the save that would let it go on."""
-        allowed = min((int(ref.meta["max_in_flight"]) for ref in refs if "max_in_flight" in ref.meta), default=None)
+        allowed = min(
+            (int(ref.meta["max_in_flight"]) for ref in refs if "max_in_flight" in ref.meta),
+            default=None,
+        )
         if allowed is None or self.channel.ended() is not None:
             return
         if waits and self.channel.published() - self.channel.committed() < allowed:
@@ -457,13 +492,20 @@ class StreamLoader(UpdateLoader):
         self.epoch = epoch
         self.consumed = 0
         if epoch == 0:
-            self._last_id = ""  # else it is that of the pass before, which tells the log from another one
+            self._last_id = (
+                ""  # else it is that of the pass before, which tells the log from another one
+            )
         self._opened.clear()
         self._done = 0
 
     def state_dict(self) -> dict[str, object]:
         """Return the position."""
-        return {"epoch": self.epoch, "consumed": self.consumed, "last_id": self._last_id, "skipped": self.skipped}
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "last_id": self._last_id,
+            "skipped": self.skipped,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, at any number of ranks."""
@@ -480,7 +522,9 @@ class StreamLoader(UpdateLoader):
         or has come to its end.
         """
         if self.retain != "step":
-            position = int(state["consumed"]) if int(state["epoch"]) == 0 else sys.maxsize  # the whole log
+            position = (
+                int(state["consumed"]) if int(state["epoch"]) == 0 else sys.maxsize
+            )  # the whole log
             self._durable = max(self._durable, position)
 
     def free(self) -> None:

@@ -91,7 +91,9 @@ class MooncakeStore(CheckedStore):
         self._pinned = library.ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._store = library.MooncakeDistributedStore()
-        code = self._store.setup(host, "P2PHANDSHAKE", lend_bytes, _OWN_BUFFER, protocol, devices, master)
+        code = self._store.setup(
+            host, "P2PHANDSHAKE", lend_bytes, _OWN_BUFFER, protocol, devices, master
+        )
         if code:
             raise ConnectionError(
                 f"Expected to join the store of Mooncake at {master} from {host} over {protocol}. Received: its error {code}. "
@@ -107,7 +109,9 @@ class MooncakeStore(CheckedStore):
         """
         self._check_process()
         check_tensors(f"object {object_id!r}", tensors)
-        plain = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
+        plain = {
+            name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()
+        }
         size = packed_size(object_id, specs_of(plain))
         with self._pool.lease(size) as memory:
             packed = pack(memory, object_id, plain)
@@ -116,7 +120,9 @@ class MooncakeStore(CheckedStore):
             if self._read(object_id, size) is not None:
                 self._check_same(object_id, packed)
                 return
-            code = self._store.upsert_from(self._key(object_id), memory.data_ptr(), size, self._pinned)
+            code = self._store.upsert_from(
+                self._key(object_id), memory.data_ptr(), size, self._pinned
+            )
         if code == _FULL:
             raise BufferError(
                 f"Expected room for object {object_id!r} of {size} bytes in the memory that is lent to {self.master}. Received: "
@@ -142,7 +148,9 @@ class MooncakeStore(CheckedStore):
                 read = self._store.get_into(self._key(object_id), memory.data_ptr(), memory.numel())
                 if read >= 0:
                     return memory[:read].clone()
-                size = 2 * memory.numel()  # it may be larger than its reference says, which the caller checks
+                size = (
+                    2 * memory.numel()
+                )  # it may be larger than its reference says, which the caller checks
             if read in (_MISSING, _UNFINISHED):
                 return None
             if read != _TOO_SMALL:
@@ -157,7 +165,11 @@ class MooncakeStore(CheckedStore):
         self._check_process()
         wanted = list(dict.fromkeys(object_ids))
         # By force and without asking first: a question, like a read, is a lease for which `remove` is refused.
-        codes = self._store.batch_remove([self._key(object_id) for object_id in wanted], True) if wanted else []
+        codes = (
+            self._store.batch_remove([self._key(object_id) for object_id in wanted], True)
+            if wanted
+            else []
+        )
         for object_id, code in zip(wanted, codes):
             if code not in (0, _MISSING, _UNFINISHED):
                 raise self._failed(f"free object {object_id!r}", code)
@@ -172,7 +184,9 @@ class MooncakeStore(CheckedStore):
             with closing(HTTPConnection(self._metrics, timeout=_REACH_SECONDS)) as connection:
                 connection.request("GET", "/metrics")
                 lines = connection.getresponse().read().decode().splitlines()
-            return next(int(float(line.split()[1])) for line in lines if line.startswith(_ALLOCATED))
+            return next(
+                int(float(line.split()[1])) for line in lines if line.startswith(_ALLOCATED)
+            )
         except (OSError, HTTPException, ValueError, StopIteration) as error:
             received = "none of allocated bytes" if isinstance(error, StopIteration) else str(error)
             raise ConnectionError(
@@ -279,7 +293,9 @@ def _header(object_id: str, found: Mapping[str, TensorSpec], total: str) -> byte
 
 def packed_size(object_id: str, found: Mapping[str, TensorSpec]) -> int:
     """Return the bytes of a whole object."""
-    return len(_header(object_id, found, _NO_SUM)) + sum(_aligned(spec.nbytes) for spec in found.values())
+    return len(_header(object_id, found, _NO_SUM)) + sum(
+        _aligned(spec.nbytes) for spec in found.values()
+    )
 
 
 def pack(memory: Tensor, object_id: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -55,18 +55,26 @@ def by_sample(features: object, ids: Sequence[str]) -> list[Mapping[str, Tensor]
                     "with a mapping for each."
                 )
         return [{name: tensor[row] for name, tensor in features.items()} for row in range(len(ids))]
-    if isinstance(features, Sequence) and len(features) == len(ids) and all(isinstance(f, Mapping) for f in features):
+    if (
+        isinstance(features, Sequence)
+        and len(features) == len(ids)
+        and all(isinstance(f, Mapping) for f in features)
+    ):
         for row, sample in zip(features, ids, strict=True):
             check_tensors(f"sample {sample!r}", row)
         return list(features)
-    received = f"{len(features)} items" if isinstance(features, Sequence) else type(features).__name__
+    received = (
+        f"{len(features)} items" if isinstance(features, Sequence) else type(features).__name__
+    )
     raise ValueError(
         f"Expected `capture` to return tensors by name, or a list with such a mapping for each of {len(ids)} samples. Received: {received} "
         f"for the batch that begins with sample {ids[0]!r}."
     )
 
 
-def check_like(sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str, TensorSpec]) -> None:
+def check_like(
+    sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str, TensorSpec]
+) -> None:
     """Refuse features that cannot be batched with those of the first sample of the log.
 
     Names, dtypes and numbers of dimensions are the same in all samples, and so is the last dimension, the width of a state. Other
@@ -76,8 +84,15 @@ def check_like(sample: str, specs: Mapping[str, TensorSpec], first: Mapping[str,
     lengths = {spec.shape[0] for spec in first.values() if len(spec.shape) > 1}
     for name in sorted({**specs, **first}):
         one, other = specs.get(name), first.get(name)
-        if one is not None and other is not None and one.dtype == other.dtype and len(one.shape) == len(other.shape):
-            is_length = len(other.shape) == 1 and (other.shape[0] in lengths or not other.torch_dtype.is_floating_point)
+        if (
+            one is not None
+            and other is not None
+            and one.dtype == other.dtype
+            and len(one.shape) == len(other.shape)
+        ):
+            is_length = len(other.shape) == 1 and (
+                other.shape[0] in lengths or not other.torch_dtype.is_floating_point
+            )
             if is_length or one.shape[-1:] == other.shape[-1:]:
                 continue
         raise ValueError(
@@ -124,8 +139,12 @@ class Production:
             self._pending = [(self.refer(sample), sample.features) for sample in samples]
         self._committed = self._channel.committed()
         number = len(self._pending)
-        if self._max_in_flight is not None:  # the credit is read from the log, so that a restarted producer has it too
-            number = min(number, self._max_in_flight - (self._channel.published() - self._committed))
+        if (
+            self._max_in_flight is not None
+        ):  # the credit is read from the log, so that a restarted producer has it too
+            number = min(
+                number, self._max_in_flight - (self._channel.published() - self._committed)
+            )
         while number > 0:
             try:
                 self.made += self._publish(self._pending[:number])
@@ -140,7 +159,9 @@ class Production:
     def refer(self, sample: Captured) -> SampleRef:
         """Return the reference of a sample, once its features are like those in the log."""
         if _ALLOWED in sample.meta or not sample.features:
-            received = f"metadata with {_ALLOWED!r}, which the log keeps" if sample.features else "none"
+            received = (
+                f"metadata with {_ALLOWED!r}, which the log keeps" if sample.features else "none"
+            )
             raise ValueError(
                 f"Expected features of sample {sample.id!r}, and metadata under other names. Received: {received}. Nothing of it was "
                 "stored: fix `capture` or `metadata` and start the producer again, which continues here."
@@ -179,7 +200,9 @@ class Production:
         except TypeError as error:
             raise TypeError(f"{error} It holds sample {ref.id!r}.") from error
 
-    def await_credit(self, idle_seconds: float, leaving: Callable[[], bool] = lambda: False) -> None:
+    def await_credit(
+        self, idle_seconds: float, leaving: Callable[[], bool] = lambda: False
+    ) -> None:
         """Wait until the trainer gives credit back; give up where it stops the stream, or this producer is to leave."""
         began = time.monotonic()
         pause = _POLL_SECONDS[0]
@@ -210,7 +233,15 @@ _LEFT_OUT = (
 )
 """Settings of a training that a producer sets back to their defaults: it would build an optimizer, or miss splits that they name."""
 
-_UNREAD = ("steps", "epochs", "accum_steps", "max_grad_norm", "max_grad_value", "skip_nonfinite_grad", "max_time")
+_UNREAD = (
+    "steps",
+    "epochs",
+    "accum_steps",
+    "max_grad_norm",
+    "max_grad_value",
+    "skip_nonfinite_grad",
+    "max_time",
+)
 """Settings of a training that a producer has no use for; they are kept, since its program may read them."""
 
 
@@ -398,9 +429,14 @@ class FeatureProducer(Runner):
         self.channel.reopen()
         batches: Iterator[list[Captured]] = iter(())
         if self.channel.ended() is None:
-            named = self._parts.data.to_infer(self._asked_for or self.evaluate_splits) or self._parts.data.names[:1]
+            named = (
+                self._parts.data.to_infer(self._asked_for or self.evaluate_splits)
+                or self._parts.data.names[:1]
+            )
             batches = self._captured(self._parts.data.choose(split, named, "produce")[0])
-        self._production = Production(self.store, self.channel, batches, max_in_flight=self.max_in_flight)
+        self._production = Production(
+            self.store, self.channel, batches, max_in_flight=self.max_in_flight
+        )
         if self._goes_together:
             self._production.waits = Waits(self._parts.session, self.placement.optimizer)
         self._write_standing()
@@ -434,7 +470,8 @@ class FeatureProducer(Runner):
             self._end("failed", f"{type(error).__name__}: {error}")
         except Exception:
             logger.exception(
-                "The failure could not be written into the log of stream %s; it follows.", self.channel.name
+                "The failure could not be written into the log of stream %s; it follows.",
+                self.channel.name,
             )
 
     def _end(self, kind: str, reason: str = "") -> None:
@@ -456,20 +493,28 @@ class FeatureProducer(Runner):
                     "os.fsencode(name).hex()."
                 )
         first = {sample: place for place, sample in reversed(list(enumerate(ids)))}
-        wanted = [first[sample] == place and not self.channel.holds(sample) for place, sample in enumerate(ids)]
+        wanted = [
+            first[sample] == place and not self.channel.holds(sample)
+            for place, sample in enumerate(ids)
+        ]
         for sample, new in zip(ids, wanted, strict=True):
             self._last_skipped = self._last_skipped if new else sample
         votes = frozenset({"continue"} if any(wanted) else ())
         if self._goes_together:
             # A forward is a collective: all ranks make it for the one that needs it, and stop with the one that is asked to.
-            votes = agree(self.placement.optimizer, votes | ({"stop"} if self._is_asked_to_stop() else frozenset()))
+            votes = agree(
+                self.placement.optimizer,
+                votes | ({"stop"} if self._is_asked_to_stop() else frozenset()),
+            )
             self._stops = self._stops or "stop" in votes
         if self._stops or not votes:
             return [None] * len(ids)
         features = by_sample(self.capture(data), ids)
         meta = self.metadata(data) or [{}] * len(ids)
         rows = zip(ids, features, meta, wanted, strict=True)
-        return [Captured(sample, row, dict(known)) if new else None for sample, row, known, new in rows]
+        return [
+            Captured(sample, row, dict(known)) if new else None for sample, row, known, new in rows
+        ]
 
     @property
     def _goes_together(self) -> bool:
@@ -505,7 +550,9 @@ class FeatureProducer(Runner):
         """Write into the run directory how far the stream is, on the main process."""
         if self.is_main_process:
             waited = 0.0 if self._production is None else self._production.waited
-            found = standing(self.channel, "producer", trained=self.channel.committed(), waited=waited)
+            found = standing(
+                self.channel, "producer", trained=self.channel.committed(), waited=waited
+            )
             self.workspace.write_streams({"produce": found})
 
     def _report(self, how: str) -> None:
@@ -547,7 +594,9 @@ class EqualLengthBatches(Sampler[list[int]]):
 
     def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
         if batch_size < 1:
-            raise ValueError(f"Expected batch_size to be a positive integer. Received: batch_size={batch_size!r}.")
+            raise ValueError(
+                f"Expected batch_size to be a positive integer. Received: batch_size={batch_size!r}."
+            )
         self.batches: list[list[int]] = []
         unfinished: dict[int, list[int]] = {}
         for index, length in enumerate(lengths):
@@ -564,7 +613,9 @@ class EqualLengthBatches(Sampler[list[int]]):
         return iter(self.batches)
 
 
-def run_together(producer: FeatureProducer, trainer: BaseRunner, *, split: str | None = None) -> Any:
+def run_together(
+    producer: FeatureProducer, trainer: BaseRunner, *, split: str | None = None
+) -> Any:
     """Train on what a producer makes in the same process: whenever the trainer lacks samples, the producer makes a batch.
 
     The trainer comes to the same losses and weights as with a producer in another process, or before it. Whichever fails, its own
@@ -581,7 +632,9 @@ def run_together(producer: FeatureProducer, trainer: BaseRunner, *, split: str |
     Raises:
         ValueError: If the trainer does not read that log, or there are several ranks.
     """
-    loaders = [loader for loader in trainer.dataloaders.values() if isinstance(loader, StreamLoader)]
+    loaders = [
+        loader for loader in trainer.dataloaders.values() if isinstance(loader, StreamLoader)
+    ]
     loader = next((found for found in loaders if found.channel is producer.channel), None)
     if loader is None:
         raise ValueError(

@@ -29,7 +29,9 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"Expected the name of a dtype of torch, such as 'float32'. Received: {self.dtype!r}.")
+            raise ValueError(
+                f"Expected the name of a dtype of torch, such as 'float32'. Received: {self.dtype!r}."
+            )
         shape = tuple(int(size) for size in self.shape)
         if any(size < 0 for size in shape):
             raise ValueError(f"Expected sizes of at least 0. Received: {shape}.")
@@ -131,7 +133,10 @@ class SampleRef:
                 raise ValueError(
                     f"it belongs to place {plain['place']}, so that lines of the log are missing or repeated"
                 )
-            tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in plain["tensors"].items()}
+            tensors = {
+                name: TensorSpec(tuple(shape), dtype)
+                for name, (shape, dtype) in plain["tensors"].items()
+            }
             return cls(plain["id"], plain["object"], tensors, plain["meta"])
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(
@@ -163,7 +168,9 @@ def has_checksum(line: str | bytes) -> bool:
     found = b"%08x" % crc32(text[:-_CHECKSUM_BYTES])
     written = end[len(_CHECKSUM) : -2]
     if found != written:
-        raise ValueError(f"the checksum of the line is {found.decode()}, and {written!r} was written with it")
+        raise ValueError(
+            f"the checksum of the line is {found.decode()}, and {written!r} was written with it"
+        )
     return True
 
 

@@ -58,7 +58,9 @@ class SQLiteChannel(RefChannel):
     def _open(self) -> None:
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
-        if self._ask("PRAGMA user_version") == (0,):  # asked first, so that a reader never waits for producers
+        if self._ask("PRAGMA user_version") == (
+            0,
+        ):  # asked first, so that a reader never waits for producers
             with self._writing() as database:
                 for statement in _TABLES.split(";"):
                     database.execute(statement)
@@ -80,7 +82,10 @@ class SQLiteChannel(RefChannel):
                 if self._connection is None:
                     self._connection = _connect(self.path)
                 yield self._connection
-            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # a damaged message is no text
+            except (
+                sqlite3.DatabaseError,
+                UnicodeDecodeError,
+            ) as error:  # a damaged message is no text
                 raise _translated(self.path, error) from error
 
     @contextmanager
@@ -124,9 +129,15 @@ class SQLiteChannel(RefChannel):
     def _lines(self, start: int, stop: int) -> Iterator[str]:
         query = "SELECT place, id, ref FROM samples WHERE place >= ? AND place < ? ORDER BY place"
         with self._reading() as database:
-            for expected, (place, sample_id, line) in enumerate(database.execute(query, (start, stop)), start):
+            for expected, (place, sample_id, line) in enumerate(
+                database.execute(query, (start, stop)), start
+            ):
                 is_text = isinstance(line, str) and isinstance(sample_id, str)
-                if place != expected or not is_text or not line.startswith(f'{{"id":{json.dumps(sample_id)},"object":'):
+                if (
+                    place != expected
+                    or not is_text
+                    or not line.startswith(f'{{"id":{json.dumps(sample_id)},"object":')
+                ):
                     raise ValueError(
                         f"Expected sample {expected} in the log of stream {self.name}. Received: row {place} with id {sample_id!r}. The "
                         "log is damaged. Bring the file back from a copy, or begin another stream."
@@ -141,7 +152,9 @@ class SQLiteChannel(RefChannel):
         with self._reading() as database:
             for ref in refs:
                 row = (place, ref.id, ref.to_json(place))
-                place += database.execute("INSERT OR IGNORE INTO samples VALUES (?, ?, ?)", row).rowcount
+                place += database.execute(
+                    "INSERT OR IGNORE INTO samples VALUES (?, ?, ?)", row
+                ).rowcount
         return place - first
 
     def _facts(self) -> dict[str, str]:
@@ -156,12 +169,16 @@ class SQLiteChannel(RefChannel):
 
     def _write_fact(self, name: str, plain: Mapping[str, Any]) -> None:
         with self._reading() as database:
-            database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, to_checked_json(plain)))
+            database.execute(
+                "INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, to_checked_json(plain))
+            )
 
     def _state(self) -> tuple[StreamEnd | None, int, set[int]]:
         facts = self._facts()
         with self._reading() as database:
-            parts = dict(database.execute("SELECT part, parts FROM parts"))  # logs of earlier versions have them there
+            parts = dict(
+                database.execute("SELECT part, parts FROM parts")
+            )  # logs of earlier versions have them there
         end = None
         for name, text in facts.items():
             try:
@@ -253,7 +270,9 @@ class MemoryChannel(SQLiteChannel):
 
 def _connect(path: Path) -> sqlite3.Connection:
     _refuse_other_kinds(path)
-    connection = sqlite3.connect(path, timeout=_PATIENCE_SECONDS, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(
+        path, timeout=_PATIENCE_SECONDS, isolation_level=None, check_same_thread=False
+    )
     end = time.monotonic() + _PATIENCE_SECONDS
     try:
         while True:
@@ -335,4 +354,6 @@ def _after_fork_in_child() -> None:
     _after_fork_in_parent()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)

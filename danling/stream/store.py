@@ -112,7 +112,9 @@ class CheckedStore(FeatureStore):
         there = specs_of(found)
         expected = dict(ref.tensors)
         if there != expected:
-            name = min(name for name in {**expected, **there} if expected.get(name) != there.get(name))
+            name = min(
+                name for name in {**expected, **there} if expected.get(name) != there.get(name)
+            )
             raise ValueError(
                 f"Expected {describe(expected.get(name))} as feature {name!r} of sample {ref.id!r}, as its reference in the log says. "
                 f"Received: {describe(there.get(name))} in {place}. Read the log with the store that its producer wrote to."
@@ -131,7 +133,8 @@ class CheckedStore(FeatureStore):
                 f"Expected object {object_id!r} in {place}. Received: {error}. Discard the object, and put it again."
             ) from error
         if specs_of(found) != specs_of(tensors) or any(
-            not torch.equal(as_bytes(found[name]), as_bytes(tensor)) for name, tensor in tensors.items()
+            not torch.equal(as_bytes(found[name]), as_bytes(tensor))
+            for name, tensor in tensors.items()
         ):
             raise ValueError(
                 f"Expected a name that no object of {place} has, since objects never change. Received: {object_id!r}, which holds other "
@@ -208,7 +211,11 @@ def check_tensors(owner: str, tensors: Mapping[Any, Any]) -> None:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
         elif tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-            kind = "a meta tensor" if tensor.is_meta else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
+            kind = (
+                "a meta tensor"
+                if tensor.is_meta
+                else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
+            )
         elif hasattr(tensor, "full_tensor"):
             kind = f"a {type(tensor).__name__}, of which ranks hold parts"
         else:
@@ -222,12 +229,18 @@ def check_tensors(owner: str, tensors: Mapping[Any, Any]) -> None:
 def dense(object_id: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of an object, contiguous and on the CPU; those that are so already are not copied."""
     check_tensors(f"object {object_id!r}", tensors)
-    return {name: tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()}
+    return {
+        name: tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        for name, tensor in tensors.items()
+    }
 
 
 def owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of tensors, bit for bit, in separate memory."""
-    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    return {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
@@ -251,13 +264,17 @@ def checksum(object_id: str, tensors: Mapping[str, Tensor]) -> str:
     It does not protect against deliberate changes.
     """
     names = sorted(tensors)
-    about = json.dumps([object_id, [[name, str(tensors[name].dtype), [*tensors[name].shape]] for name in names]])
+    about = json.dumps(
+        [object_id, [[name, str(tensors[name].dtype), [*tensors[name].shape]] for name in names]]
+    )
     code = zlib.crc32(about.encode())
     for name in names:
         tensor = tensors[name]
         if tensor.nbytes:
             # The memory itself: NumPy, which would show it too, need not be installed.
-            code = zlib.crc32((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()), code)
+            code = zlib.crc32(
+                (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()), code
+            )
     return f"{code:08x}"
 
 

@@ -76,7 +76,9 @@ class Waits:
     def _leave_of(self, place: int) -> CollectiveExit:
         name = f"{self._session.training}/{place}"
         if self._leaving is None or self._leaving[0] != name:
-            exit = CollectiveExit(default_store(), name, rank=self._domain.rank, size=self._domain.size)
+            exit = CollectiveExit(
+                default_store(), name, rank=self._domain.rank, size=self._domain.size
+            )
             self._leaving = name, exit
         return self._leaving[1]
 
@@ -119,7 +121,10 @@ class CollectiveExit:
             joined = {*before.split(","), self._rank} - {""}
             after = ",".join(sorted(joined))
             # In a list without this rank's own number no other rank can have written it.
-            if after == before or bytes(self._store.compare_set(self._key, before, after)).decode() == after:
+            if (
+                after == before
+                or bytes(self._store.compare_set(self._key, before, after)).decode() == after
+            ):
                 return len(joined) == self._size
         return False
 

@@ -18,16 +18,29 @@ from danling.reporting.telemetry import memory_figures
 from danling.utils.devices import memory_stats
 from danling.utils.files import write_atomically
 from danling.utils.plain import json_text
-from danling.utils.process import ERROR_FILE, FirstFailure, first_failure, headline_of, shown_by_torchrun
+from danling.utils.process import (
+    ERROR_FILE,
+    FirstFailure,
+    first_failure,
+    headline_of,
+    shown_by_torchrun,
+)
 
 logger = logging.getLogger("danling")
 
 _BROKEN = (
-    *("connection closed by peer", "connection reset by peer", "broken pipe", "nccl communicator was aborted"),
+    *(
+        "connection closed by peer",
+        "connection reset by peer",
+        "broken pipe",
+        "nccl communicator was aborted",
+    ),
     "connection was likely closed",
 )
 _GRACE_SECONDS = 3.0
-_INSIDE = tuple(f"{directory}{os.sep}" for directory in (Path(__file__).parents[1], Path(torch.__file__).parent))
+_INSIDE = tuple(
+    f"{directory}{os.sep}" for directory in (Path(__file__).parents[1], Path(torch.__file__).parent)
+)
 
 
 def record_failures() -> bool:
@@ -59,7 +72,10 @@ def record_failures() -> bool:
             time.sleep(_GRACE_SECONDS)
         first, is_first = first_failure(error)
         _write_error_file(error, trace, first, is_first)
-        done, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+        done, most = (
+            os.environ.get(f"TORCHELASTIC_{name}", "0")
+            for name in ("RESTART_COUNT", "MAX_RESTARTS")
+        )
         if not shown_by_torchrun():
             previous(kind, error, trace)
         elif is_first and int(done) < int(most):
@@ -93,7 +109,9 @@ def _trim(summary: traceback.TracebackException) -> int:
     return len(frames) - len(kept) + sum(map(_trim, others))
 
 
-def _write_error_file(error: Exception, trace: TracebackType | None, first: FirstFailure, is_first: bool) -> None:
+def _write_error_file(
+    error: Exception, trace: TracebackType | None, first: FirstFailure, is_first: bool
+) -> None:
     file = Path(os.environ[ERROR_FILE])
     if file.exists() and file.stat().st_size:
         return
@@ -104,7 +122,10 @@ def _write_error_file(error: Exception, trace: TracebackType | None, first: Firs
     moment = first.second if is_first else first.second + 1
     # The form is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception, which formats
     # the exception that is being handled: in a hook there is none.
-    message = {"message": headline_of(error), "extraInfo": {"py_callstack": stack, "timestamp": str(moment)}}
+    message = {
+        "message": headline_of(error),
+        "extraInfo": {"py_callstack": stack, "timestamp": str(moment)},
+    }
     try:
         write_atomically(file, json_text({"message": message}))
     except OSError as failure:
@@ -131,7 +152,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def write_memory_snapshot(
-    directory: str | os.PathLike[str], error: BaseException, *, rank: int, global_step: int, device: torch.device
+    directory: str | os.PathLike[str],
+    error: BaseException,
+    *,
+    rank: int,
+    global_step: int,
+    device: torch.device,
 ) -> list[Path]:
     """Write a report about the memory after it ran out. Nothing that goes wrong here hides the error.
 
@@ -143,7 +169,11 @@ def write_memory_snapshot(
         The files that were written.
     """
     stem = Path(directory) / f"oom-rank-{rank:05d}-step-{global_step:012d}"
-    record: dict[str, Any] = {"error": f"{type(error).__name__}: {error}", "rank": rank, "global_step": global_step}
+    record: dict[str, Any] = {
+        "error": f"{type(error).__name__}: {error}",
+        "rank": rank,
+        "global_step": global_step,
+    }
     written: list[Path] = []
     try:
         record["figures"] = memory_figures(device)

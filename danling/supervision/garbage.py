@@ -24,7 +24,9 @@ class GcPacer(Observer):
     Automatic collection is off in trainings and evaluations only; outside the process has its own setting.
     """
 
-    def __init__(self, interval: int, *, generation: int = 1, disable_automatic: bool = True) -> None:
+    def __init__(
+        self, interval: int, *, generation: int = 1, disable_automatic: bool = True
+    ) -> None:
         self.interval = interval
         self.generation = generation
         self.disable_automatic = disable_automatic

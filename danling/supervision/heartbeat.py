@@ -35,7 +35,9 @@ class Heartbeat(Observer):
         OSError: If the first file cannot be written. Later failures are told in the log once, and training goes on.
     """
 
-    def __init__(self, runner: BaseRunner, directory: str | os.PathLike[str], interval_seconds: float = 60.0) -> None:
+    def __init__(
+        self, runner: BaseRunner, directory: str | os.PathLike[str], interval_seconds: float = 60.0
+    ) -> None:
         self._runner = runner
         self.interval_seconds = interval_seconds
         self.file = Path(directory) / f"rank-{runner.rank}.json"
@@ -86,7 +88,11 @@ class Heartbeat(Observer):
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                logger.warning("The heartbeat %s cannot be written: %s. The training continues.", self.file, error)
+                logger.warning(
+                    "The heartbeat %s cannot be written: %s. The training continues.",
+                    self.file,
+                    error,
+                )
 
     def _write(self, status: str) -> None:
         train = self._runner.state.train

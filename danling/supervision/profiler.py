@@ -48,7 +48,9 @@ class Profiler(Observer):
             # Where blocks were allocated, for the snapshot of a run that is out of memory.
             torch.cuda.memory._record_memory_history(max_entries=100_000)
         schedule = torch.profiler.schedule(**cycle, repeat=cycles)
-        self._profile: Any = torch.profiler.profile(schedule=schedule, on_trace_ready=self._export, **settings)
+        self._profile: Any = torch.profiler.profile(
+            schedule=schedule, on_trace_ready=self._export, **settings
+        )
         self._profile.start()
 
     def update_ended(self, outcome: UpdateOutcome) -> None:

@@ -75,11 +75,20 @@ _COMMUNICATION = (
     f"{_TORCH}{os.path.join('nn', 'parallel', 'distributed.py')}",
     f"{_DANLING}distributed{os.sep}",
     f"{_DANLING}torchft{os.sep}",
-    *(f"{Path(_TORCH).parent}{os.sep}{name}{os.sep}" for name in ("torchft", f"deepspeed{os.sep}comm")),
+    *(
+        f"{Path(_TORCH).parent}{os.sep}{name}{os.sep}"
+        for name in ("torchft", f"deepspeed{os.sep}comm")
+    ),
 )
 _ENGINE = f"{_TORCH}{os.path.join('autograd', 'graph.py')}"
 """A backward, at whose end DistributedDataParallel waits for its reductions in native code."""
-_NEUTRAL = ("<", *(f"{_TORCH}{name}" for name in ("_ops.py", "_tensor.py", f"utils{os.sep}", f"autograd{os.sep}")))
+_NEUTRAL = (
+    "<",
+    *(
+        f"{_TORCH}{name}"
+        for name in ("_ops.py", "_tensor.py", f"utils{os.sep}", f"autograd{os.sep}")
+    ),
+)
 """Files between a collective and its caller."""
 _OF_MODULES = f"{_COLLECTIVES}fsdp{os.sep}"
 """Gathers the weights of modules and reduces their gradients."""
@@ -155,8 +164,13 @@ class RankWatch(Observer):
         self._reporter = reporter
         self._calls = calls
         self._domain, self._rank = runner.placement.optimizer, runner.placement.optimizer.rank
-        self._share, self._least = runner.config.comm.slow_rank_share, runner.config.comm.hang_warning_seconds
-        self._seconds = seconds or (_SECONDS_BETWEEN_LOOKS if self._share is not None else _SECONDS_BETWEEN_CHECKS)
+        self._share, self._least = (
+            runner.config.comm.slow_rank_share,
+            runner.config.comm.hang_warning_seconds,
+        )
+        self._seconds = seconds or (
+            _SECONDS_BETWEEN_LOOKS if self._share is not None else _SECONDS_BETWEEN_CHECKS
+        )
         self.hosts: list[tuple[str, int]] = [("", 0)] * self._domain.size
         """Machine and process of each rank, once a training has begun."""
         self._directory = runner.workspace.dir / "hangs"
@@ -180,18 +194,28 @@ class RankWatch(Observer):
         self._stopping = threading.Event()
         # In the context of the training, so that its lines are in the log of that run alone.
         context = contextvars.copy_context()
-        self._watcher = threading.Thread(target=context.run, args=(self._run,), name="danling-rank-watch", daemon=True)
+        self._watcher = threading.Thread(
+            target=context.run, args=(self._run,), name="danling-rank-watch", daemon=True
+        )
 
     @classmethod
     def of(
-        cls, runner: TorchRunner, session: TrainingSession, reporter: Reporter, calls: CollectiveCalls | None
+        cls,
+        runner: TorchRunner,
+        session: TrainingSession,
+        reporter: Reporter,
+        calls: CollectiveCalls | None,
     ) -> RankWatch | None:
         """Return the watch of a training that begins, for the thread that calls this; `None` without other ranks, or where it is off."""
         settings = runner.config.comm
         is_off = settings.slow_rank_share is None and settings.hang_warning_seconds is None
         # Its figures take a collective at each log line, in which an elastic rank may end.
         is_off = is_off or runner.config.elastic.enabled
-        return None if runner.placement.optimizer.size == 1 or is_off else cls(runner, session, reporter, calls)
+        return (
+            None
+            if runner.placement.optimizer.size == 1 or is_off
+            else cls(runner, session, reporter, calls)
+        )
 
     # Events
 
@@ -246,7 +270,8 @@ class RankWatch(Observer):
         except Exception:
             # Nothing that goes wrong here may end the training.
             logger.exception(
-                "The thread that watches rank %d has failed; the training continues without it.", self._rank
+                "The thread that watches rank %d has failed; the training continues without it.",
+                self._rank,
             )
 
     def look(self) -> str:
@@ -344,11 +369,15 @@ class RankWatch(Observer):
         if now < since:
             return
         texts = {rank: self._ask(f"state/{rank}") for rank in range(self._domain.size)}
-        states = {rank: RankState(**json.loads(text)) if text else None for rank, text in texts.items()}
+        states = {
+            rank: RankState(**json.loads(text)) if text else None for rank, text in texts.items()
+        }
         excuses = {state.excuse for state in states.values() if state is not None and state.excuse}
         all_wait = all(state is not None and state.waits for state in states.values())
         # Nor is known before the second update how long one takes.
-        excused = bool(excuses.difference(_MAY_TAKE_LONG)) or (not all_wait and bool(excuses or not self._updates))
+        excused = bool(excuses.difference(_MAY_TAKE_LONG)) or (
+            not all_wait and bool(excuses or not self._updates)
+        )
         if alarm == WARNING and excused:
             self._idle_since = now
             self._asked = None
@@ -360,7 +389,10 @@ class RankWatch(Observer):
             self._tell("alarm", alarm)
             before.update(states)
             return
-        signs = {rank: state if state != before[rank] or rank == self._rank else None for rank, state in states.items()}
+        signs = {
+            rank: state if state != before[rank] or rank == self._rank else None
+            for rank, state in states.items()
+        }
         # On a busy machine the thread of a rank may get no turn for some seconds.
         if now < since + (2 * grace if None in signs.values() else grace):
             return
@@ -376,29 +408,53 @@ class RankWatch(Observer):
         else:
             head += ". comm.train_timeout_seconds sets after how long such a wait ends the job"
             head += f"; now it is {limit:g} s" if limit is not None else ""
-        silent = {rank: self._fate(rank, states[rank]) for rank, sign in signs.items() if sign is None}
+        silent = {
+            rank: self._fate(rank, states[rank]) for rank, sign in signs.items() if sign is None
+        }
         there = [sign for sign in signs.values() if sign is not None]
         calls = self._calls
         apart = calls.differences(self._opened_store()[0]) if calls is not None else ""
         if apart:
             head += f". The ranks are in different calls: {apart}. Make each of them on all ranks"
-        logger.warning("%s. The stacks of all threads are in %s.\n%s", head, self._directory, report(there, silent))
+        logger.warning(
+            "%s. The stacks of all threads are in %s.\n%s",
+            head,
+            self._directory,
+            report(there, silent),
+        )
 
     def _state(self) -> RankState:
         frame = self._thread.frame()
         part = self._part()
         waits = part != "data" and self._thread.waits(frame)
         collective, called = collective_of(frame) if waits else ("", "")
-        if self._runner.device.type != "cpu" and frame is not None and frame.f_code.co_name == "synchronize":
+        if (
+            self._runner.device.type != "cpu"
+            and frame is not None
+            and frame.f_code.co_name == "synchronize"
+        ):
             waits = True
             collective = _DEVICE
         excuse = excuse_of(frame) or (part if part in _MAY_TAKE_LONG else "")
         host = self.hosts[self._rank][0]
         location = location_of(frame)
         stack = stack_text(frame)
-        is_of_module = waits and any(found.f_code.co_filename.startswith(_OF_MODULES) for found in frames_of(frame))
+        is_of_module = waits and any(
+            found.f_code.co_filename.startswith(_OF_MODULES) for found in frames_of(frame)
+        )
         module = self._runner.preparation.communicated_module() if is_of_module else ""
-        return RankState(self._rank, host, waits, collective, called, location, stack, excuse, time.time(), module)
+        return RankState(
+            self._rank,
+            host,
+            waits,
+            collective,
+            called,
+            location,
+            stack,
+            excuse,
+            time.time(),
+            module,
+        )
 
     def _device_works(self) -> bool:
         """Return whether something that was queued on the accelerator has not ended, such as a collective that lacks a rank."""
@@ -422,7 +478,9 @@ class RankWatch(Observer):
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for thread, frame in sys._current_frames().items():
             if thread != threading.get_ident():
-                texts.append(f"Thread {names.get(thread, thread)} (most recent call last):\n{stack_text(frame)}")
+                texts.append(
+                    f"Thread {names.get(thread, thread)} (most recent call last):\n{stack_text(frame)}"
+                )
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, "\n".join(texts))
@@ -482,7 +540,9 @@ class WatchedThread:
         """Return whether it sleeps within communication, as its innermost frame and the kernel say."""
         for found in frames_of(frame):
             kind = _kind_of(found.f_code.co_filename)
-            if kind == "communicates" or (kind == "backward" and found.f_code.co_name == "_engine_run_backward"):
+            if kind == "communicates" or (
+                kind == "backward" and found.f_code.co_name == "_engine_run_backward"
+            ):
                 if (kind == "backward" and not self._backward_waits) or self._file is None:
                     return kind == "communicates"
                 try:
@@ -516,7 +576,11 @@ def _kind_of(file: str) -> str:
         return "communicates"
     if file == _ENGINE:
         return "backward"
-    return "" if file.startswith(_NEUTRAL) or (file.startswith(_STANDARD) and "-packages" not in file) else "computes"
+    return (
+        ""
+        if file.startswith(_NEUTRAL) or (file.startswith(_STANDARD) and "-packages" not in file)
+        else "computes"
+    )
 
 
 def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
@@ -529,7 +593,14 @@ def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
 def excuse_of(frame: FrameType | None) -> str:
     """Return why what a thread does may take any time; an empty text where nothing says so."""
     files = {found.f_code.co_filename for found in frames_of(frame)}
-    return next((name for name, parts in _EXCUSES.items() if any(part in file for part in parts for file in files)), "")
+    return next(
+        (
+            name
+            for name, parts in _EXCUSES.items()
+            if any(part in file for part in parts for file in files)
+        ),
+        "",
+    )
 
 
 def collective_of(frame: FrameType | None) -> tuple[str, str]:
@@ -553,7 +624,14 @@ def location_of(frame: FrameType | None) -> str:
     found = list(frames_of(frame))
     libraries = (_STANDARD, _TORCH, _DANLING, "<")
     files = ((each, each.f_code.co_filename) for each in found)
-    own = next((each for each, file in files if not file.startswith(libraries) and "-packages" not in file), None)
+    own = next(
+        (
+            each
+            for each, file in files
+            if not file.startswith(libraries) and "-packages" not in file
+        ),
+        None,
+    )
     if own is None:
         return spot(found[0]) if found else "nowhere"
     if any(each.f_code.co_name == "_try_get_data" for each in found):
@@ -577,7 +655,12 @@ def fate_of(pid: int) -> str:
     """Return what became of a process of this machine."""
     try:
         os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+        state = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()[0]
+        )
     except ProcessLookupError:
         return ", which is no more"
     except OSError:
@@ -598,7 +681,10 @@ def report(states: Sequence[RankState], silent: Mapping[int, str]) -> str:
     for state in states:
         stacks[state.stack].append(state)
         doing[state.waits, str(state)].append(state)
-    lines = [f"{_named(alike)} (most recent call last):\n{stack.rstrip()}" for stack, alike in stacks.items()]
+    lines = [
+        f"{_named(alike)} (most recent call last):\n{stack.rstrip()}"
+        for stack, alike in stacks.items()
+    ]
     # The largest group waits for the others.
     groups = sorted(doing.items(), key=lambda group: (not group[0][0], -len(group[1])))
     for (waits, what), alike in groups:
@@ -606,11 +692,17 @@ def report(states: Sequence[RankState], silent: Mapping[int, str]) -> str:
         if waits:
             text = what.replace("waits", "wait", 1) if several else what
         else:
-            text = f"{'are' if several else 'is'} {'not in it, but ' if groups[0][0][0] else ''}{what}"
+            text = (
+                f"{'are' if several else 'is'} {'not in it, but ' if groups[0][0][0] else ''}{what}"
+            )
         lines.append(f"{_named(alike)} {text}.")
     if len({state.module for state in states if state.waits}) > 1:
-        lines.append("Not all ranks run the same modules in the same order, by which FSDP2 matches them.")
-    return "\n".join([*lines, *(f"Rank {rank} gives no sign: {fate}." for rank, fate in silent.items())])
+        lines.append(
+            "Not all ranks run the same modules in the same order, by which FSDP2 matches them."
+        )
+    return "\n".join(
+        [*lines, *(f"Rank {rank} gives no sign: {fate}." for rank, fate in silent.items())]
+    )
 
 
 def _named(states: Sequence[RankState]) -> str:
@@ -621,6 +713,10 @@ def _named(states: Sequence[RankState]) -> str:
             spans[-1].append(state.rank)
         else:
             spans.append([state.rank])
-    ranks = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans)
+    ranks = ", ".join(
+        f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans
+    )
     hosts = {state.host for state in states}
-    return f"Rank{'s' if len(states) > 1 else ''} {ranks}" + (f" on {hosts.pop()}" if len(hosts) == 1 else "")
+    return f"Rank{'s' if len(states) > 1 else ''} {ranks}" + (
+        f" on {hosts.pop()}" if len(hosts) == 1 else ""
+    )

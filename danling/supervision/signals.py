@@ -18,7 +18,11 @@ logger = logging.getLogger("danling")
 # Windows has no SIGUSR1.
 SIGNAL_REQUESTS = {
     getattr(signal, name): request
-    for name, request in (("SIGTERM", "terminate"), ("SIGINT", "interrupt"), ("SIGUSR1", "user_signal"))
+    for name, request in (
+        ("SIGTERM", "terminate"),
+        ("SIGINT", "interrupt"),
+        ("SIGUSR1", "user_signal"),
+    )
     if hasattr(signal, name)
 }
 """What a signal asks for."""
@@ -81,7 +85,10 @@ class SignalWatcher:
                 self._pipe = write
                 _pipes.add(write)
                 threading.Thread(
-                    target=_end_at_second_interrupt, args=(read,), name="danling-signals", daemon=True
+                    target=_end_at_second_interrupt,
+                    args=(read,),
+                    name="danling-signals",
+                    daemon=True,
                 ).start()
         return True
 
@@ -139,7 +146,9 @@ def _leave_pipe() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_interrupts, after_in_parent=_release_interrupts, after_in_child=_leave_pipe)
+    os.register_at_fork(
+        before=_hold_interrupts, after_in_parent=_release_interrupts, after_in_child=_leave_pipe
+    )
 
 
 def _end_at_second_interrupt(read: int) -> None:

@@ -31,7 +31,9 @@ def check_config(config: RunnerConfig, stack: str) -> None:
     axes = {} if stack == "ddp" else dict(config.parallel.axes.items())
     others = {name: size for name, size in axes.items() if name not in shared and size != 1}
     if stack not in ("ddp", "parallel") or others:
-        listed = ", ".join([f"stack={stack!r}", *(f"parallel.axes.{name}={size}" for name, size in others.items())])
+        listed = ", ".join(
+            [f"stack={stack!r}", *(f"parallel.axes.{name}={size}" for name, size in others.items())]
+        )
         raise ValueError(
             f"Expected ft.enabled with stack 'ddp', or with stack 'parallel' and no axes but {' and '.join(shared)}. Received: "
             f"{listed}. Change the layout, or unset ft.enabled."
@@ -77,10 +79,14 @@ class OwnPositions:
         sources = self._data.trained_sources()
         payload = {
             "format_version": FORMAT_VERSION,
-            "dataloaders": loader_states(runner, sources, self._data.named_changes, read_only=False),
+            "dataloaders": loader_states(
+                runner, sources, self._data.named_changes, read_only=False
+            ),
             "global_step": train.global_step,
         }
-        self.manager.save_checkpoint(payload, epoch=train.epoch, global_step=train.global_step, history=True)
+        self.manager.save_checkpoint(
+            payload, epoch=train.epoch, global_step=train.global_step, history=True
+        )
 
     def load(self) -> None:
         """Restore the position that this group saved last, at or before the step of the run.

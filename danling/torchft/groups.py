@@ -125,14 +125,18 @@ class _CheckedClient:
     def _quorum(self, *, step: int, **options: Any) -> object:
         quorum = self._asked._quorum(step=step, **options)
         ahead = int(quorum.max_world_size)
-        check_sizes(self._own, quorum.replica_ids, is_behind=step < quorum.max_step, groups_ahead=ahead)
+        check_sizes(
+            self._own, quorum.replica_ids, is_behind=step < quorum.max_step, groups_ahead=ahead
+        )
         return quorum
 
 
 def address_towards(url: str) -> str:
     """Return the address under which this machine is seen from where `url` leads: no look-up of its own name is needed."""
     found = socket.getaddrinfo(*host_and_port(url), type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, target = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0]
+    family, kind, protocol, _, target = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[
+        0
+    ]
     with socket.socket(family, kind, protocol) as probe:
         # Of a datagram socket: nothing is sent.
         probe.connect(target)
@@ -144,7 +148,9 @@ def host_and_port(url: str) -> tuple[str, int]:
     """Return where `url` leads."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     if parts.hostname is None or parts.port is None:
-        raise ValueError(f"Expected {LIGHTHOUSE} to be an address such as http://127.0.0.1:29510. Received: {url!r}.")
+        raise ValueError(
+            f"Expected {LIGHTHOUSE} to be an address such as http://127.0.0.1:29510. Received: {url!r}."
+        )
     return parts.hostname, parts.port
 
 
@@ -153,7 +159,9 @@ def process_group(backend: str, timeout: timedelta) -> Any:
     import torchft
 
     # Said at every quorum by every build of torch without NCCL.
-    logging.getLogger("torchft.manager").addFilter(lambda record: "NCCL flight recorder" not in record.getMessage())
+    logging.getLogger("torchft.manager").addFilter(
+        lambda record: "NCCL flight recorder" not in record.getMessage()
+    )
     kinds = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}
     return kinds[backend](timeout=timeout)
 

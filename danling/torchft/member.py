@@ -58,7 +58,9 @@ _LONGEST_PAUSE = 1.0
 def position_owner(config: RunnerConfig) -> str | None:
     """Return the name of the replica group that saves its own position: each one does; `None` without groups."""
     settings, ft = config.checkpoint, config.ft
-    if (ft.enabled or settings.enable_ft_dataloader_checkpoints) and settings.ft_replica_id is not None:
+    if (
+        ft.enabled or settings.enable_ft_dataloader_checkpoints
+    ) and settings.ft_replica_id is not None:
         return str(settings.ft_replica_id)
     return str(ft.replica_id) if ft.enabled else None
 
@@ -115,7 +117,9 @@ class ReplicaMember(Extension):
         self._live_state = live_state
         self._recompute = recompute
         ft = self.settings = runner.config.ft
-        if ft.process_group == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        if ft.process_group == "nccl" and not (
+            dist.is_nccl_available() and torch.cuda.is_available()
+        ):
             raise ValueError(
                 "Expected NCCL and a CUDA device for ft.process_group='nccl'. Received: a build of torch, or a machine, without them. Set "
                 "ft.process_group=gloo."
@@ -249,9 +253,13 @@ class ReplicaMember(Extension):
             except OtherSizeMet as error:
                 # It ends with its own error; without it this group would wait for ranks that are not there.
                 self.leave()
-                logger.warning("A replica group of another size has come, and is refused; trying again without it.")
+                logger.warning(
+                    "A replica group of another size has come, and is refused; trying again without it."
+                )
                 if self._runner.world.size > 1:
-                    may_wait = bool(self._runner.world.all_reduce(torch.tensor([float(may_wait)]), "min").item())
+                    may_wait = bool(
+                        self._runner.world.all_reduce(torch.tensor([float(may_wait)]), "min").item()
+                    )
                 if not may_wait:
                     raise QuorumError(
                         "Expected replica groups of one size. Received: a group of another size that does not leave. Stop it, and "
@@ -315,7 +323,10 @@ class ReplicaMember(Extension):
         return tensor if moved is tensor else tensor.copy_(moved)
 
     def reduce_gradients(
-        self, parameters: Sequence[nn.Parameter], present: Sequence[bool], factor: float | Tensor = 1.0
+        self,
+        parameters: Sequence[nn.Parameter],
+        present: Sequence[bool],
+        factor: float | Tensor = 1.0,
     ) -> None:
         """Sum gradients, or the shards of them that this rank holds, over the groups that take part.
 
@@ -328,7 +339,9 @@ class ReplicaMember(Extension):
         for parameter in given:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [local_part(parameter.grad) for parameter in given if parameter.grad is not None]
+        gradients = [
+            local_part(parameter.grad) for parameter in given if parameter.grad is not None
+        ]
         for bucket in bucketed(gradients):
             flat = flattened(bucket)
             if not (isinstance(factor, float) and factor == 1.0):
@@ -351,10 +364,18 @@ class ReplicaMember(Extension):
         names, found = sorted(totals), totals
         mine = [1.0, float(len(names)), float(crc32("\0".join(names).encode()))]
         groups, *shared = self.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
-        if names and not self._manager.errored() and shared == [groups * figure for figure in mine[1:]]:
-            figures = self.all_reduce(torch.tensor([totals[name] for name in names], dtype=torch.float64))
+        if (
+            names
+            and not self._manager.errored()
+            and shared == [groups * figure for figure in mine[1:]]
+        ):
+            figures = self.all_reduce(
+                torch.tensor([totals[name] for name in names], dtype=torch.float64)
+            )
             if not self._manager.errored():
-                found = {name: (total, weight) for name, (total, weight) in zip(names, figures.tolist())}
+                found = {
+                    name: (total, weight) for name, (total, weight) in zip(names, figures.tolist())
+                }
         # All ranks of the group use rank 0's result, since they may meet different errors.
         shared_by_all: dict[str, tuple[float, float]] = self._runner.world.broadcast_object(found)
         return shared_by_all
@@ -383,7 +404,9 @@ class ReplicaMember(Extension):
                 f"last one: {last}. Look at the network between the replica groups, raise "
                 "ft.process_group_timeout_ms, or lower ft.min_replica_size."
             )
-        logger.warning("The replica groups did not commit update %d (failure %d); again.", step, self.failures)
+        logger.warning(
+            "The replica groups did not commit update %d (failure %d); again.", step, self.failures
+        )
         # The next attempt is of no use before the lighthouse has noticed a death, or a group has come.
         time.sleep(min(_PAUSE * self.failures, _LONGEST_PAUSE))
         return False
@@ -427,7 +450,14 @@ class ReplicaMember(Extension):
             tried = train.global_step + train.skipped_updates
             return {"step": tried, "batches_committed": tried}
 
-        return [StatePart("replicas", self.state_dict, lambda state, _: self.load_state_dict(state), default=fresh)]
+        return [
+            StatePart(
+                "replicas",
+                self.state_dict,
+                lambda state, _: self.load_state_dict(state),
+                default=fresh,
+            )
+        ]
 
     def saves(self) -> bool:
         """Return whether this group writes the full checkpoints: one of the participating groups does, until it fails."""
@@ -479,7 +509,9 @@ class ReplicaMember(Extension):
         # The reference is one of the group, whose ranks may heal from different groups.
         runner.window.agreed_reference = reference
         if runner.is_main_process:
-            logger.info("Healed from another replica group at step %d.", runner.state.train.global_step)
+            logger.info(
+                "Healed from another replica group at step %d.", runner.state.train.global_step
+            )
 
     def _laid_out(self, state: Mapping[str, Any]) -> dict[str, object]:
         """Return a state with tensors divided as this rank divides them."""
@@ -487,11 +519,18 @@ class ReplicaMember(Extension):
         laid_out = dict(state)
         laid_out["model"] = laid_out_like(state["model"], own["model"])
         if "ema" in own:
-            laid_out["ema"] = {**state["ema"], "weights": laid_out_like(state["ema"]["weights"], own["ema"]["weights"])}
+            laid_out["ema"] = {
+                **state["ema"],
+                "weights": laid_out_like(state["ema"]["weights"], own["ema"]["weights"]),
+            }
         if "optimizer" in own:
-            named = {name: parameter.detach() for name, parameter in self._runner.named_parameters()}
+            named = {
+                name: parameter.detach() for name, parameter in self._runner.named_parameters()
+            }
             moments = {
-                name: {key: laid_out_like({name: value}, named)[name] for key, value in entry.items()}
+                name: {
+                    key: laid_out_like({name: value}, named)[name] for key, value in entry.items()
+                }
                 for name, entry in state["optimizer"]["state"].items()
             }
             laid_out["optimizer"] = {**state["optimizer"], "state": moments}
@@ -535,8 +574,14 @@ class ReplicatedReduction:
         # Each group has scaled by its own reference, and divided by its number of ranks: undone before the sum.
         factor = window.gradient_factor(1.0, self.inner.mean_over)
         groups.reduce_gradients(parameters, [count > 0 for count in holders], factor)
-        norms = [m for m in runner.unwrapped_model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-        statistics = [each for m in norms if m.track_running_stats for each in (m.running_mean, m.running_var)]
+        norms = [
+            m
+            for m in runner.unwrapped_model.modules()
+            if isinstance(m, nn.modules.batchnorm._NormBase)
+        ]
+        statistics = [
+            each for m in norms if m.track_running_stats for each in (m.running_mean, m.running_var)
+        ]
         groups.average([each for each in statistics if each is not None])
         # Asked before anything is decided: after an error between the groups these figures mean nothing.
         if not self.member.commit_update(runner.state.train.global_step + 1):

@@ -183,7 +183,9 @@ class Decoder:
         found = {}
         for number, (key, item) in enumerate(zip(keys, _items(node))):
             name = key if type(key) is str else ""
-            found[key] = self.decode(item, there.get(key, MISSING), path_of_item(path, key, number), name)
+            found[key] = self.decode(
+                item, there.get(key, MISSING), path_of_item(path, key, number), name
+            )
         if type(current).__name__ != node["kind"]:
             current = DICTS[node["kind"]]()
             if node["kind"] == "defaultdict":
@@ -199,7 +201,9 @@ class Decoder:
         now = current.state_dict()
         inner = (leaf for leaf in tree_leaves(now) if isinstance(leaf, Tensor) and not leaf.is_leaf)
         state = self._decoded(
-            node["state"], copy.deepcopy(now, {id(leaf): leaf.detach().clone() for leaf in inner}), path
+            node["state"],
+            copy.deepcopy(now, {id(leaf): leaf.detach().clone() for leaf in inner}),
+            path,
         )
         current.load_state_dict(state)
         if "more" not in node:
@@ -241,7 +245,9 @@ def is_deleted(node: object) -> bool:
 
 def _items(node: Mapping[str, Any]) -> list[Any]:
     items = node["items"]
-    return items if isinstance(items, list) else [items[str(number)] for number in range(len(items))]
+    return (
+        items if isinstance(items, list) else [items[str(number)] for number in range(len(items))]
+    )
 
 
 @torch.no_grad()
@@ -253,7 +259,10 @@ def decode_tensor(node: Any, current: object) -> Tensor:
             raise CannotRestore("a tensor divided over the ranks")
         local_part(current).copy_(value)
         return current
-    if isinstance(node, dict) and node.get("class", type(current).__name__) != type(current).__name__:
+    if (
+        isinstance(node, dict)
+        and node.get("class", type(current).__name__) != type(current).__name__
+    ):
         raise CannotRestore(f"a tensor of the class {node['class']}")
     # The program may have set a tensor of a kind that no checkpoint contains, such as a sparse one.
     if isinstance(current, Tensor) and has_strided_values(current):
@@ -278,7 +287,10 @@ def _array_of(node: Mapping[str, Any], current: object) -> Any:
     import numpy
 
     array = decode_array(node)
-    fits = isinstance(current, numpy.ndarray) and (current.shape, current.dtype) == (array.shape, array.dtype)
+    fits = isinstance(current, numpy.ndarray) and (current.shape, current.dtype) == (
+        array.shape,
+        array.dtype,
+    )
     if isinstance(current, numpy.ndarray) and fits and current.flags.writeable:
         current[...] = array
         return current

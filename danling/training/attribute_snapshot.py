@@ -29,10 +29,23 @@ from torch.utils.data import DataLoader
 
 from danling.checkpoints.payload import DICTS, LISTS
 from danling.data.randomness import Generators, generator_state, is_generator
-from danling.utils.encoding import MISSING, SCALARS, encode_array, encode_key, encode_set, is_of_numpy
+from danling.utils.encoding import (
+    MISSING,
+    SCALARS,
+    encode_array,
+    encode_key,
+    encode_set,
+    is_of_numpy,
+)
 from danling.utils.observers import Observer, keeps_state
 from danling.utils.secrets import names_secret
-from danling.utils.tensors import canonical_name, has_strided_values, is_plain_tensor, is_sharded, local_part
+from danling.utils.tensors import (
+    canonical_name,
+    has_strided_values,
+    is_plain_tensor,
+    is_sharded,
+    local_part,
+)
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -42,11 +55,34 @@ COMPARED_BYTES = 2**30
 _DECLARE = "Name the attribute in `saved` on the class if training changes it, such as saved = ('teacher',), else in `not_saved`"
 _NUMBERS = (type(None), bool, int, float)
 _CONSTANTS = (
-    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, Enum, PurePath),
-    *(torch.dtype, torch.device, logging.Logger, re.Pattern, range, slice, property, functools.partial),
+    *(
+        type,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        types.MethodType,
+        types.ModuleType,
+        Enum,
+        PurePath,
+    ),
+    *(
+        torch.dtype,
+        torch.device,
+        logging.Logger,
+        re.Pattern,
+        range,
+        slice,
+        property,
+        functools.partial,
+    ),
 )
 """What a program makes anew: left to it, also within objects."""
-_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, io.IOBase)
+_LOCKS = (
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Condition,
+    threading.Semaphore,
+    io.IOBase,
+)
 """What belongs to a process, as open files do: left to the program, and not named."""
 FACTORIES: Mapping[str, type[Any]] = {
     kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple, deque)
@@ -82,7 +118,9 @@ def own_attributes(runner: BaseRunner) -> dict[str, object]:
         for name, value in vars(kind).items()
         if not name.startswith("__") and isinstance(value, (list, dict, set))
     }
-    return {name: value for name, value in {**of_class, **vars(runner)}.items() if name not in left_out}
+    return {
+        name: value for name, value in {**of_class, **vars(runner)}.items() if name not in left_out
+    }
 
 
 def changeable_attributes(runner: BaseRunner) -> dict[str, object]:
@@ -99,7 +137,11 @@ def changeable_attributes(runner: BaseRunner) -> dict[str, object]:
 def _modules(runner: BaseRunner) -> list[tuple[str, nn.Module]]:
     """Return model and criterion, with what the names of their tensors begin with."""
     model = runner.unwrapped_model if isinstance(runner.model, nn.Module) else None
-    return [(at, each) for at, each in (("", model), ("criterion.", runner.criterion)) if isinstance(each, nn.Module)]
+    return [
+        (at, each)
+        for at, each in (("", model), ("criterion.", runner.criterion))
+        if isinstance(each, nn.Module)
+    ]
 
 
 def parameters_of(runner: BaseRunner) -> dict[str, nn.Parameter]:
@@ -125,7 +167,15 @@ def _parts_of(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping):
         yield from ((str(name), each) for name, each in value.items())
     if isinstance(value, (Optimizer, LRScheduler)) or hasattr(value, "param_groups"):
-        for name in ("optimizers", "schedulers", "_schedulers", "optimizer", "scheduler", "inner", "base_optimizer"):
+        for name in (
+            "optimizers",
+            "schedulers",
+            "_schedulers",
+            "optimizer",
+            "scheduler",
+            "inner",
+            "base_optimizer",
+        ):
             within = getattr(value, name, None)
             several = within if isinstance(within, (list, tuple)) else [within]
             for number, each in enumerate(several):
@@ -189,7 +239,9 @@ class AttributeSnapshot:
         self._hides = self._is_declared = False
 
     @classmethod
-    def at_all(cls, runner: BaseRunner, begun: Mapping[str, list[str]] | None = None) -> AttributeSnapshot:
+    def at_all(
+        cls, runner: BaseRunner, begun: Mapping[str, list[str]] | None = None
+    ) -> AttributeSnapshot:
         """AttributeSnapshot at all that is saved where it has changed.
 
         Args:
@@ -208,7 +260,9 @@ class AttributeSnapshot:
         for name, value in own_attributes(runner).items():
             entry = snapshot.attribute(name, value, declared=name in declared)
             if compared + entry.size > COMPARED_BYTES and name not in declared:
-                snapshot.unseen[name] = f"is not compared beyond {COMPARED_BYTES >> 30} GiB in sum. {_DECLARE}"
+                snapshot.unseen[name] = (
+                    f"is not compared beyond {COMPARED_BYTES >> 30} GiB in sum. {_DECLARE}"
+                )
             else:
                 compared += entry.size
                 snapshot.entries["attributes", name] = entry
@@ -242,7 +296,9 @@ class AttributeSnapshot:
             found[f"/{name}"] = vars(runner)[name]
             found.update((f"/{name}/{part}", each) for part, each in _parts_of(vars(runner)[name]))
         # Saved under their own names, also where the user has made them attributes.
-        found.update((f"/observers/{name}", each) for name, each in runner.observers.with_state.items())
+        found.update(
+            (f"/observers/{name}", each) for name, each in runner.observers.with_state.items()
+        )
         for at, module in _modules(runner):
             found.update((f"/{at}{name}/module", each) for name, each in module.named_modules())
             tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -252,7 +308,9 @@ class AttributeSnapshot:
     @cached_property
     def _keyed(self) -> set[int]:
         runner = self._runner
-        generators = Generators({"datasets": runner.datasets, "dataloaders": runner.dataloaders}).found
+        generators = Generators(
+            {"datasets": runner.datasets, "dataloaders": runner.dataloaders}
+        ).found
         return set(map(id, generators.values()))
 
     def _encode(self, value: object, path: str, name: str = "") -> object:
@@ -280,7 +338,11 @@ class AttributeSnapshot:
         if own in (bytes, bytearray):
             if self._hides:
                 return self._leave(path)
-            data = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.zeros(0, dtype=torch.uint8)
+            data = (
+                torch.frombuffer(bytearray(value), dtype=torch.uint8)
+                if value
+                else torch.zeros(0, dtype=torch.uint8)
+            )
             return {"kind": kind, "value": data}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
@@ -295,7 +357,11 @@ class AttributeSnapshot:
             if id(value) in self._keyed:
                 return self._leave(path)
             self._entry.needs[path] = kind
-            return {"kind": "generator", "class": kind, "state": self._encode(generator_state(value), f"{path}.state")}
+            return {
+                "kind": "generator",
+                "class": kind,
+                "state": self._encode(generator_state(value), f"{path}.state"),
+            }
         if isinstance(value, Enum) and (member := _member_node(value)) is not None:
             return member
         if isinstance(value, _CONSTANTS):
@@ -313,8 +379,12 @@ class AttributeSnapshot:
                     "beginning. Read its samples in the dataset of a split; if the position does not matter, name it in `not_saved`"
                 )
                 return self._leave(path, kind)
-            if isinstance(value, nn.Module) and {p.requires_grad for p in value.parameters()} == {False}:
-                self.unseen[path] = f"is a module without trainable parameters, which is not compared. {_DECLARE}"
+            if isinstance(value, nn.Module) and {p.requires_grad for p in value.parameters()} == {
+                False
+            }:
+                self.unseen[path] = (
+                    f"is a module without trainable parameters, which is not compared. {_DECLARE}"
+                )
                 return self._leave(path)
         if is_stateful:
             return self._stateful(value, path)
@@ -339,7 +409,11 @@ class AttributeSnapshot:
         digest = self.digest_of(node)
         within = (f"{path}.", f"{path}[")
         entry = self._entry
-        seen = {name: each for name, each in entry.left.items() if name.startswith(within) and each is not None}
+        seen = {
+            name: each
+            for name, each in entry.left.items()
+            if name.startswith(within) and each is not None
+        }
         for found in (entry.left, entry.fixed, entry.listed, entry.needs):
             for name in [name for name in found if name.startswith(within)]:
                 del found[name]
@@ -354,7 +428,9 @@ class AttributeSnapshot:
         if type(value) not in (Tensor, nn.Parameter) and not is_sharded(value):
             if not is_plain_tensor(value):
                 return self._leave(
-                    path, id(value), f"a {type(value).__name__}, which has more than the values of a tensor"
+                    path,
+                    id(value),
+                    f"a {type(value).__name__}, which has more than the values of a tensor",
                 )
             self._entry.needs[path] = type(value).__name__
         local = local_part(value.detach())
@@ -364,9 +440,17 @@ class AttributeSnapshot:
             return {"kind": "shard", "value": local}
         if path in self._entry.needs:
             # As a plain tensor: a safe reader does not know the class, which the program's own tensor has.
-            node = {"kind": "tensor", "device": local.device.type, "value": local.as_subclass(Tensor)}
+            node = {
+                "kind": "tensor",
+                "device": local.device.type,
+                "value": local.as_subclass(Tensor),
+            }
             return {**node, "class": self._entry.needs[path]}
-        return local if local.device.type == "cpu" else {"kind": "tensor", "device": local.device.type, "value": local}
+        return (
+            local
+            if local.device.type == "cpu"
+            else {"kind": "tensor", "device": local.device.type, "value": local}
+        )
 
     def _array(self, value: Any, path: str) -> object:
         node = encode_array(value)
@@ -381,7 +465,11 @@ class AttributeSnapshot:
             encoded = encode_set(value, self._other_key)
             if MISSING in encoded["items"]:
                 odd = next(item for item in value if self._key(item) is MISSING)
-                return self._leave(path, (id(value), len(value)), f"a {type(value).__name__} of {type(odd).__name__}")
+                return self._leave(
+                    path,
+                    (id(value), len(value)),
+                    f"a {type(value).__name__} of {type(odd).__name__}",
+                )
             return encoded
         if isinstance(value, deque):
             node["maxlen"] = value.maxlen
@@ -433,22 +521,34 @@ class AttributeSnapshot:
             state = value.state_dict()
         except Exception as error:
             reason = f"{kind}.state_dict() raises {type(error).__name__}"
-            return self._leave(path, reason, f"a {kind} whose state_dict() raises {type(error).__name__}")
-        self.objects[f"{path}/state"] = state  # kept, so that no id in it is given to another object
+            return self._leave(
+                path, reason, f"a {kind} whose state_dict() raises {type(error).__name__}"
+            )
+        self.objects[f"{path}/state"] = (
+            state  # kept, so that no id in it is given to another object
+        )
         others, self._entry.left = self._entry.left, {}
         listed = dict(self._entry.listed)
         # Nothing else is tied to a state, since its object may take a copy of it; what is saved elsewhere is not saved again.
-        paths, self.paths = self.paths, {key: saved for key, saved in self.paths.items() if saved.startswith("/")}
+        paths, self.paths = (
+            self.paths,
+            {key: saved for key, saved in self.paths.items() if saved.startswith("/")},
+        )
         node = {"kind": "stateful", "class": kind, "state": self._node(state, path)}
         self.paths = paths
         if self._entry.left:
             # A part of a state cannot be loaded.
             part = next(iter(self._entry.left))
             self._entry.left = others
-            return self._leave_all(path, node, f"a {kind}, whose state_dict() has {part.removeprefix(path)}")
+            return self._leave_all(
+                path, node, f"a {kind}, whose state_dict() has {part.removeprefix(path)}"
+            )
         self._entry.needs[path] = kind
         if isinstance(value, nn.Module):
-            more = {name: getattr(holder, key) for name, (holder, key) in outside_state(value, state).items()}
+            more = {
+                name: getattr(holder, key)
+                for name, (holder, key) in outside_state(value, state).items()
+            }
             # Objects among them are not followed: their modules make them.
             depth, self._depth = self._depth, _DEPTH
             node["more"] = self._encode(more, f"{path}.more")
@@ -462,7 +562,11 @@ class AttributeSnapshot:
         if not _is_all_attributes(own):
             return self._leave(path, id(value), "" if _is_data_or_tokenizer(value) else f"a {kind}")
         if self._depth >= _DEPTH or self._objects >= _MOST_OBJECTS:
-            bound = f"deeper than {_DEPTH} objects" if self._depth >= _DEPTH else f"after {_MOST_OBJECTS:,} objects"
+            bound = (
+                f"deeper than {_DEPTH} objects"
+                if self._depth >= _DEPTH
+                else f"after {_MOST_OBJECTS:,} objects"
+            )
             return self._leave(path, id(value), f"a {kind}, {bound}")
         attributes = attributes_of(value)
         others, self._entry.left = self._entry.left, {}
@@ -498,11 +602,23 @@ class AttributeSnapshot:
     def _feed(self, total: Any, node: Any, seen: set[str]) -> None:
         if isinstance(node, Tensor):
             total.update(f"{node.dtype} {tuple(node.shape)}".encode())
-            bits = node.detach().contiguous().cpu().reshape(-1).resolve_conj().resolve_neg().view(torch.uint8)
+            bits = (
+                node.detach()
+                .contiguous()
+                .cpu()
+                .reshape(-1)
+                .resolve_conj()
+                .resolve_neg()
+                .view(torch.uint8)
+            )
             total.update(memoryview(bits.numpy()))  # type: ignore[arg-type]
         elif not isinstance(node, dict):
             total.update(f"{type(node).__name__} {node!r}".encode())
-        elif node.get("kind") == "same" and node["path"] not in seen and node["path"] in self._encoded:
+        elif (
+            node.get("kind") == "same"
+            and node["path"] not in seen
+            and node["path"] in self._encoded
+        ):
             seen.add(node["path"])
             self._feed(total, self._encoded[node["path"]], seen)
         else:
@@ -569,7 +685,9 @@ def _has_state(kind: type[Any]) -> bool:
     """Whether objects of a class return and take a state."""
     if issubclass(kind, Observer):
         return keeps_state(kind)
-    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+    return callable(getattr(kind, "state_dict", None)) and callable(
+        getattr(kind, "load_state_dict", None)
+    )
 
 
 def _member_node(value: Enum) -> dict[str, Any] | None:
@@ -592,16 +710,25 @@ def enumeration(name: str) -> Any:
 
 def key_of(value: object) -> object:
     """Return what two names of one value have in common; `None` for values that cannot be changed in place."""
-    if value is MISSING or isinstance(value, (*SCALARS, tuple, frozenset, bytes, complex, *_CONSTANTS)):
+    if value is MISSING or isinstance(
+        value, (*SCALARS, tuple, frozenset, bytes, complex, *_CONSTANTS)
+    ):
         return None
-    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and not value.is_quantized:
+    if (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_meta
+        and not value.is_quantized
+    ):
         local = local_part(value)
         if local.numel():
             return local.data_ptr(), local.dtype, local.shape, local.stride()
     return id(value)
 
 
-def outside_state(module: nn.Module, state: Mapping[str, object]) -> dict[str, tuple[nn.Module, str]]:
+def outside_state(
+    module: nn.Module, state: Mapping[str, object]
+) -> dict[str, tuple[nn.Module, str]]:
     """Return buffers that are not in the state of a module, and plain attributes, in which metrics of torchmetrics keep their sums."""
     found = {}
     for prefix, part in module.named_modules():

@@ -88,12 +88,19 @@ class KeptAttributes:
             self.too_large = set()
             return _put_nothing_back
         if names is None:
-            snapshot, values = AttributeSnapshot(runner, with_metrics=True), changeable_attributes(runner)
+            snapshot, values = (
+                AttributeSnapshot(runner, with_metrics=True),
+                changeable_attributes(runner),
+            )
         else:
             if self._paths is None:
                 self._paths = AttributeSnapshot(runner, with_metrics=True)
             snapshot = AttributeSnapshot(runner, paths_of=self._paths, with_metrics=True)
-            values = {name: value for name, value in changeable_attributes(runner).items() if name in names}
+            values = {
+                name: value
+                for name, value in changeable_attributes(runner).items()
+                if name in names
+            }
         size = 0
         self.too_large = set()
         for name, value in values.items():
@@ -111,7 +118,11 @@ class KeptAttributes:
                     continue
                 before = decoder.decode(node, value, name, name)
                 is_metric = name == "metrics" or name.startswith("metrics[")
-                if not is_metric and before is not MISSING and getattr(runner, name, MISSING) is not before:
+                if (
+                    not is_metric
+                    and before is not MISSING
+                    and getattr(runner, name, MISSING) is not before
+                ):
                     setattr(runner, name, before)
             # Too large to be copied: one that was replaced is there again, one that was written to is not.
             for name in values.keys() - kept.keys() if chosen is None else ():
@@ -170,7 +181,9 @@ class KeptAttributes:
         too_large = sorted(self.too_large.intersection(names))
         put_back = sorted(set(names) - self.too_large)
         if put_back and self._runner.is_main_process:
-            logger.info("A skipped update puts back %s.", ", ".join(f"self.{name}" for name in put_back))
+            logger.info(
+                "A skipped update puts back %s.", ", ".join(f"self.{name}" for name in put_back)
+            )
         self._warn(
             too_large,
             f"they take more than {REMEMBERED_BYTES >> 20} MiB in sum, and train_step changes them. Make them buffers of the model if a "
@@ -200,8 +213,12 @@ class KeptAttributes:
         for key, entry in now.items():
             begun = self._begun.get(key, Entry())
             left = entry.left.items()
-            unsavable += [path for path, seen in left if seen is not None and seen != begun.left.get(path)]
-            replaced = (path for path, value in entry.fixed.items() if begun.fixed.get(path, value) != value)
+            unsavable += [
+                path for path, seen in left if seen is not None and seen != begun.left.get(path)
+            ]
+            replaced = (
+                path for path, value in entry.fixed.items() if begun.fixed.get(path, value) != value
+            )
             unsavable += [path for path in replaced if entry.node != {"kind": "left"}]
             has_changed = entry.digest != begun.digest or key in kept
             if has_changed and entry.node != {"kind": "left"}:
@@ -225,7 +242,9 @@ class KeptAttributes:
         for key, entry in now.items():
             is_sent = key in mine or key[0] != "attributes"
             if is_sent and entry.node != {"kind": "left"}:
-                found.setdefault(key[0], {})[key[1]] = {"value": tree_map_only(Tensor, Tensor.clone, entry.node)}
+                found.setdefault(key[0], {})[key[1]] = {
+                    "value": tree_map_only(Tensor, Tensor.clone, entry.node)
+                }
         return found
 
     def take_over(self, section: str, payload: Mapping[str, Any]) -> None:
@@ -238,7 +257,12 @@ class KeptAttributes:
 
     def _list_without_encoding(self, now: Mapping[Key, Entry], named: Collection[str]) -> None:
         """Name once what no checkpoint of this run contains, less what a warning has named."""
-        listed = {path: what for entry in now.values() for path, what in entry.listed.items() if path not in named}
+        listed = {
+            path: what
+            for entry in now.values()
+            for path, what in entry.listed.items()
+            if path not in named
+        }
         if self._has_listed or not listed:
             return
         self._has_listed = True
@@ -291,7 +315,10 @@ class KeptAttributes:
                 if meant is not None and runner.is_main_process:
                     self._misspelt.add(name)
                     logger.warning(
-                        "`%s` names %r, which the runner does not have. Did you mean %r?", declared, name, meant
+                        "`%s` names %r, which the runner does not have. Did you mean %r?",
+                        declared,
+                        name,
+                        meant,
                     )
 
     def _warn(self, names: Collection[str], what: str, *, about: str = "") -> None:
@@ -335,9 +362,14 @@ class KeptAttributes:
         runner = self._runner
         own = own_attributes(self._runner)
         before = AttributeSnapshot.at_all(self._runner)
-        begun = {name: self._begun.get(("attributes", name), Entry()).digest for name in own.keys() - stored.keys()}
+        begun = {
+            name: self._begun.get(("attributes", name), Entry()).digest
+            for name in own.keys() - stored.keys()
+        }
         self._warn(
-            sorted(name for name, digest in begun.items() if before.digest(name) not in (b"", digest)),
+            sorted(
+                name for name, digest in begun.items() if before.digest(name) not in (b"", digest)
+            ),
             "changed since the program set it; the checkpoint is of before that and has no value",
         )
         if not stored:

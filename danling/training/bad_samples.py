@@ -85,7 +85,9 @@ def _tensors(data: Any) -> Iterator[tuple[str, Tensor]]:
             yield dotted(path) or "input", tensor
 
 
-def _file(data: Any, row: int | None, samples: int, source: BatchSource | None, index: int | None) -> str:
+def _file(
+    data: Any, row: int | None, samples: int, source: BatchSource | None, index: int | None
+) -> str:
     """Return what a batch, or a dataset with the list `samples` of torchvision, says of the file of a sample."""
     if isinstance(data, Mapping) and row is not None:
         for key, values in data.items():

@@ -49,9 +49,19 @@ _UNSHIFTED = frozenset(
     {
         *(
             f"{name}ForCausalLM"
-            for name in ("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart")
+            for name in (
+                "Bart",
+                "BigBirdPegasus",
+                "Blenderbot",
+                "BlenderbotSmall",
+                "CpmAnt",
+                "MBart",
+            )
         ),
-        *(f"{name}ForCausalLM" for name in ("Marian", "Musicgen", "MusicgenMelody", "Mvp", "PLBart", "Pegasus")),
+        *(
+            f"{name}ForCausalLM"
+            for name in ("Marian", "Musicgen", "MusicgenMelody", "Mvp", "PLBart", "Pegasus")
+        ),
         *(f"{name}ForCausalLM" for name in ("TrOCR", "Whisper")),
         *(f"{name}LMHeadModel" for name in ("XLNet", "FlaubertWith", "XLMWith")),
     }
@@ -91,9 +101,15 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
             criterion_setting(criterion, "weight"),
         )
     if kind is F.ctc_loss or isinstance(criterion, nn.CTCLoss):
-        return float(count_samples(data))  # it divides the loss of each sample by the length of its target
+        return float(
+            count_samples(data)
+        )  # it divides the loss of each sample by the length of its target
     # The matrix of a metric-learning loss, and learned weights of several losses, are called `weight` too.
-    if isinstance(class_weight, Tensor) and class_weight.ndim == 1 and not class_weight.requires_grad:
+    if (
+        isinstance(class_weight, Tensor)
+        and class_weight.ndim == 1
+        and not class_weight.requires_grad
+    ):
         other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(
             criterion, (nn.CrossEntropyLoss, nn.NLLLoss)
         )
@@ -112,12 +128,19 @@ def smooths_without_weight(criterion: object) -> bool:
     """
     if not (isinstance(criterion, nn.CrossEntropyLoss) or _function(criterion) is F.cross_entropy):
         return False
-    weight, smoothing = criterion_setting(criterion, "weight"), criterion_setting(criterion, "label_smoothing")
+    weight, smoothing = (
+        criterion_setting(criterion, "weight"),
+        criterion_setting(criterion, "label_smoothing"),
+    )
     is_mean = criterion_setting(criterion, "reduction") == "mean"
-    return is_mean and bool(smoothing) and isinstance(weight, Tensor) and bool((weight == 0.0).any())
+    return (
+        is_mean and bool(smoothing) and isinstance(weight, Tensor) and bool((weight == 0.0).any())
+    )
 
 
-def model_weight(model: object, target: object, data: object, *, shifts: bool | None = None) -> float | Tensor:
+def model_weight(
+    model: object, target: object, data: object, *, shifts: bool | None = None
+) -> float | Tensor:
     """Return what the mean-reduced loss that a model computes itself is averaged over.
 
     Integer labels other than -100 count, as in `torch.nn.functional.cross_entropy`; of a model that shifts its labels, those of
@@ -169,7 +192,9 @@ def _is_ctc(criterion: object) -> bool:
 
 
 def _dense_weight(criterion: object, target: Tensor) -> float:
-    if (isinstance(criterion, nn.CrossEntropyLoss) or _function(criterion) is F.cross_entropy) and target.ndim > 1:
+    if (
+        isinstance(criterion, nn.CrossEntropyLoss) or _function(criterion) is F.cross_entropy
+    ) and target.ndim > 1:
         return float(target.numel() // target.shape[1])  # class probabilities: one term a position
     if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean" and target.ndim:
         return float(target.shape[0])
@@ -177,7 +202,10 @@ def _dense_weight(criterion: object, target: Tensor) -> float:
 
 
 def _class_weight(target: Tensor, class_weight: Tensor, ignore_index: int | None) -> Tensor:
-    weights, target = class_weight.to(target.device), target.long()  # an index of uint8 would be a mask
+    weights, target = (
+        class_weight.to(target.device),
+        target.long(),
+    )  # an index of uint8 would be a mask
     if ignore_index is None:
         return weights[target].sum()
     counts = target != ignore_index
@@ -214,7 +242,11 @@ def _defaults(function: Any) -> dict[str, object]:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
-    return {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    return {
+        name: p.default
+        for name, p in parameters.items()
+        if p.default is not inspect.Parameter.empty
+    }
 
 
 def shifts_labels(model: object) -> bool | None:
@@ -291,7 +323,9 @@ class BatchLoss:
         plain = criterion is None or type(criterion) in (nn.CrossEntropyLoss, nn.NLLLoss)
         return own or not plain or criterion_setting(criterion, "weight") is not None
 
-    def weigh(self, batch: Batch, data: Any, *, training: bool = False) -> tuple[float | Tensor, float]:
+    def weigh(
+        self, batch: Batch, data: Any, *, training: bool = False
+    ) -> tuple[float | Tensor, float]:
         """Return the weight and the number of samples of a batch; both are 0 for padding and for data that only other ranks read.
 
         Args:
@@ -353,12 +387,18 @@ class BatchLoss:
     def weight_of_model(self, data: object, target: object) -> float | Tensor:
         """Return what the loss that the model computes is averaged over."""
         runner = self._runner
-        shifts = shifts_labels(runner.unwrapped_model) if runner.shifts_labels is None else runner.shifts_labels
+        shifts = (
+            shifts_labels(runner.unwrapped_model)
+            if runner.shifts_labels is None
+            else runner.shifts_labels
+        )
         of_positions = isinstance(target, Tensor) and target.ndim == 2 and target.dtype in _LABELS
         if shifts is None and not self.own_loss and of_positions and aligned_labels(data) is None:
             ranks = max(runner.placement.data_replicas, runner.placement.metrics.size)
             # Only where the weight of a micro-batch changes the gradient.
-            if runner.mode == "train" and (ranks > 1 or runner.accum_steps > 1 or runner.window.count):
+            if runner.mode == "train" and (
+                ranks > 1 or runner.accum_steps > 1 or runner.window.count
+            ):
                 raise ValueError(
                     "Expected to know whether the loss that the model returns compares each position with its own label or with the next "
                     f"one: micro-batches are weighed by the labels that count. Received: a {type(runner.unwrapped_model).__name__}, which "
@@ -386,12 +426,23 @@ class BatchLoss:
     def _look_at_first(self) -> None:
         """Look for a target in the first sample to train on, where its samples are those of its batches; the streams stay as they are."""
         runner = self._runner
-        split = next((name for name in runner.train_splits if name in runner.datasets and name in runner.sources), None)
+        split = next(
+            (
+                name
+                for name in runner.train_splits
+                if name in runner.datasets and name in runner.sources
+            ),
+            None,
+        )
         if split is None or not self._learns:
             return
         options = self._data.settings(split)
         # Files that workers are to open stay closed here, and a dataset may have other keys than positions.
-        if runner.sources[split].kind != "position" or options.get("num_workers") or options.get("collate_fn"):
+        if (
+            runner.sources[split].kind != "position"
+            or options.get("num_workers")
+            or options.get("collate_fn")
+        ):
             return
         with preserved_streams(runner.device), suppress(Exception):
             sample = runner.datasets[split][0]

@@ -72,7 +72,11 @@ def _keywords(forward: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     taken = tuple(name for name in names if name in takes)
     foreign = sorted(str(name) for name in names if name not in takes and name not in TARGET_NAMES)
     if foreign or not taken:
-        or_taken = f", or with what {forward.__qualname__} takes ({', '.join(takes)})" if forward is not None else ""
+        or_taken = (
+            f", or with what {forward.__qualname__} takes ({', '.join(takes)})"
+            if forward is not None
+            else ""
+        )
         raise ValueError(
             f"Expected a batch mapping with the keys 'input' and 'target'{or_taken}. Received: keys={sorted(map(str, names))}"
             f"{f', of which it does not take {foreign}' if foreign and or_taken else ''}. Return one or the other from the dataset or its "
@@ -126,7 +130,11 @@ def not_one_loss(loss: object) -> ValueError:
 def check_returned(returned: object, step: str) -> None:
     """Refuse what a step returned in the place of prediction and loss."""
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        received = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
+        received = (
+            f"{len(returned)} values"
+            if isinstance(returned, (tuple, list))
+            else type(returned).__name__
+        )
         raise ValueError(
             f"Expected `{step}` to return the prediction and the loss, each of which may be None. Received: {received}. End it with "
             "`return pred, loss`."
@@ -218,7 +226,9 @@ def count_samples(data: object) -> int:
     return 1 if samples is None else samples
 
 
-def countable_samples(data: object, read: int | None = None, others: Iterable[object] | None = None) -> int | None:
+def countable_samples(
+    data: object, read: int | None = None, others: Iterable[object] | None = None
+) -> int | None:
     """Return the number of samples of a batch as `count_samples` does; `None` for an object in which they cannot be counted.
 
     Args:
@@ -267,7 +277,11 @@ def _values_of(data: object) -> list[Any]:
 
 def parts_of(data: object) -> list[Tensor]:
     """Return the tensors of a batch that have dimensions, without those in containers within it. Nested tensors tell none."""
-    return [value for value in _values_of(data) if isinstance(value, Tensor) and not value.is_nested and value.ndim]
+    return [
+        value
+        for value in _values_of(data)
+        if isinstance(value, Tensor) and not value.is_nested and value.ndim
+    ]
 
 
 def left_samples(data: object, read: float) -> float:
@@ -290,13 +304,22 @@ def left_samples(data: object, read: float) -> float:
     return min(rows.pop(), read)
 
 
-def _are_samples(items: Sequence[object], read: int | None, others: Iterable[object] | None) -> bool:
+def _are_samples(
+    items: Sequence[object], read: int | None, others: Iterable[object] | None
+) -> bool:
     """Whether a list of tensors has a sample in each, as `tuple(zip(*samples))` makes it, and is not columns with a row for each sample.
 
     Tensors of other lengths than each other, or than those in another list of the batch, are no columns. The entries of a batch itself,
     such as input and target, are samples only where the loader has read as many.
     """
-    lists = [items, *(each for each in others or () if isinstance(each, (tuple, list)) and len(each) == len(items))]
+    lists = [
+        items,
+        *(
+            each
+            for each in others or ()
+            if isinstance(each, (tuple, list)) and len(each) == len(items)
+        ),
+    ]
     rows = [_rows(item) for each in lists for item in each if isinstance(item, (Tensor, Mapping))]
     differ = len(set(rows)) > 1
     if len(items) == read:
@@ -329,7 +352,12 @@ def count_tokens(data: object) -> int:
 
 def _tokens_of(input: Tensor) -> int | None:
     """Return the elements of a tensor that holds tokens, `None` of another one."""
-    if input.ndim != 2 or input.is_floating_point() or input.is_complex() or input.dtype == torch.bool:
+    if (
+        input.ndim != 2
+        or input.is_floating_point()
+        or input.is_complex()
+        or input.dtype == torch.bool
+    ):
         return None
     return input.numel()
 
@@ -369,7 +397,9 @@ def nodes_of_graphs(data: object) -> list[int] | None:
     if graphs is None:
         return None
     begins = getattr(data, "ptr", None)
-    return begins.diff().tolist() if isinstance(begins, Tensor) and begins.ndim == 1 else [0] * graphs
+    return (
+        begins.diff().tolist() if isinstance(begins, Tensor) and begins.ndim == 1 else [0] * graphs
+    )
 
 
 def aligned_labels(data: object) -> Tensor | None:
@@ -405,7 +435,11 @@ def takes_aligned_labels(model: Any) -> bool:
     Its `forward` has a parameter of that name, or hands any keyword on to the `loss_function` of transformers.
     """
     takes, _, takes_any = _parameters(type(model).forward)
-    hands_on = takes_any and hasattr(model, "loss_function") and getattr(model, "accepts_loss_kwargs", True)
+    hands_on = (
+        takes_any
+        and hasattr(model, "loss_function")
+        and getattr(model, "accepts_loss_kwargs", True)
+    )
     return "shift_labels" in takes or bool(hands_on)
 
 

@@ -64,7 +64,10 @@ class Tree(Generic[T]):
 
     def take_total(self) -> T:
         """Return the sum of all leaves and forget them: what has no sibling merges from the right."""
-        left, self.blocks = sorted(self.blocks.items(), key=lambda item: item[0][1] << item[0][0]), {}
+        left, self.blocks = (
+            sorted(self.blocks.items(), key=lambda item: item[0][1] << item[0][0]),
+            {},
+        )
         total = left.pop()[1]
         while left:
             total = self._merge(left.pop()[1], total)
@@ -85,7 +88,11 @@ def blocks_of(first: int, count: int) -> tuple[tuple[Block, ...], int]:
 def add_gradients(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
     """Return the sums of two lists of gradients, in the memory of the left ones where possible. One without a partner adds a zero."""
     both = [(a, b) for a, b in zip(left, right) if a is not None and b is not None]
-    alone = [x for a, b in zip(left, right) if (x := b if a is None else a) is not None and (a is None or b is None)]
+    alone = [
+        x
+        for a, b in zip(left, right)
+        if (x := b if a is None else a) is not None and (a is None or b is None)
+    ]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     if alone:
@@ -99,7 +106,9 @@ _PIECE_ON_DEVICE = 1 << 22
 """Elements of 32 MB in float64: each piece launches eight kernels, whatever its size."""
 
 
-def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: Domain | None = None) -> Tensor:
+def order_free_norm(
+    gradients: Sequence[Tensor], sizes: Sequence[int], domain: Domain | None = None
+) -> Tensor:
     """Return the 2-norm of gradients, 0-dim float64, the same bits however their elements are divided over ranks, threads and kernels.
 
     Each square becomes a multiple of a unit that follows from the largest element and the size of its tensor; multiples are added as
@@ -108,7 +117,10 @@ def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: D
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     # Offloaded gradients are in the memory of the host, others on the accelerator, where all sums meet.
-    device = next((gradient.device for gradient in gradients if gradient.device.type != "cpu"), gradients[0].device)
+    device = next(
+        (gradient.device for gradient in gradients if gradient.device.type != "cpu"),
+        gradients[0].device,
+    )
     some = [index for index, gradient in enumerate(gradients) if gradient.numel()]
     peaks = torch.zeros(len(gradients), dtype=torch.float64, device=device)
     sums = torch.zeros(len(gradients), dtype=torch.int64, device=device)
@@ -143,7 +155,9 @@ def order_free_norm(gradients: Sequence[Tensor], sizes: Sequence[int], domain: D
 class CanonicalSum:
     """Runs the micro-batches of an update and adds what comes of them in the order of the tree, within this rank and between ranks."""
 
-    def __init__(self, runner: TorchRunner, attributes: KeptAttributes, recompute: Recompute) -> None:
+    def __init__(
+        self, runner: TorchRunner, attributes: KeptAttributes, recompute: Recompute
+    ) -> None:
         self.domain: Domain = runner.data_domain
         self.slot = -1
         """Number of the open micro-batch among those of this rank; -1 outside."""
@@ -239,7 +253,11 @@ class CanonicalSum:
             self._micro_step = runner.state.train.micro_step
         put_back = self._recompute.remember(window=False) if batch.samples == 0 else None
         # Looked at once in a process. Batch normalization does not increase the version of what it changes.
-        buffers = None if self._checked else {name: b.clone() for name, b in runner.unwrapped_model.named_buffers()}
+        buffers = (
+            None
+            if self._checked
+            else {name: b.clone() for name, b in runner.unwrapped_model.named_buffers()}
+        )
         values = None if self._checked else self._values_of_program()
         before, window.loss = window.loss, 0.0
         try:
@@ -283,7 +301,11 @@ class CanonicalSum:
         if buffers is not None:
             self._checked = True
             found = dict(self._runner.unwrapped_model.named_buffers())
-            changed = [name for name, before in buffers.items() if name in found and not before.equal(found[name])]
+            changed = [
+                name
+                for name, before in buffers.items()
+                if name in found and not before.equal(found[name])
+            ]
             if changed:
                 raise ValueError(
                     f"Expected buffers that a forward leaves as they are with gradient_sum='canonical': their changes have no order over "
@@ -294,7 +316,9 @@ class CanonicalSum:
     def _values_of_program(self) -> dict[str, object]:
         """Return what tells whether attributes of the runner, and plain ones of the model's modules and of datasets, change."""
         runner = self._runner
-        found: dict[str, object] = {f"self.{name}": value for name, value in self._attributes.digests().items()}
+        found: dict[str, object] = {
+            f"self.{name}": value for name, value in self._attributes.digests().items()
+        }
         for path, module in runner.unwrapped_model.named_modules():
             for name, value in vars(module).items():
                 if not name.startswith("_") and isinstance(value, (bool, int, float, str)):
@@ -310,9 +334,15 @@ class CanonicalSum:
         runner = self._runner
         after = self._values_of_program()
         changed = [
-            name for name, value in after.items() if before.get(name) != value and not name.startswith("self.metrics")
+            name
+            for name, value in after.items()
+            if before.get(name) != value and not name.startswith("self.metrics")
         ]
-        declared = [name for name in changed if name.removeprefix("self.") in getattr(type(runner), "saved", ())]
+        declared = [
+            name
+            for name in changed
+            if name.removeprefix("self.") in getattr(type(runner), "saved", ())
+        ]
         if declared:
             raise ValueError(
                 "Expected attributes in `saved` that train_step leaves as they are with gradient_sum='canonical': each rank changes its "
@@ -383,14 +413,22 @@ class CanonicalSum:
             sent = []
             for block in kept[self.domain.rank]:
                 found = [mine[block][places[id(parameter)]] for parameter in bucket]
-                sent.append(flattened([torch.zeros_like(p) if g is None else g for p, g in zip(bucket, found)]))
-            total = self._exchange(sent, kept, bucket[0], sum(parameter.numel() for parameter in bucket))
+                sent.append(
+                    flattened(
+                        [torch.zeros_like(p) if g is None else g for p, g in zip(bucket, found)]
+                    )
+                )
+            total = self._exchange(
+                sent, kept, bucket[0], sum(parameter.numel() for parameter in bucket)
+            )
             gradients = [torch.empty_like(parameter) for parameter in bucket]
             scatter(total, gradients)
             for parameter, gradient in zip(bucket, gradients):
                 parameter.grad = gradient
 
-    def _exchange(self, sent: list[Tensor], kept: list[tuple[Block, ...]], like: Tensor, size: int) -> Tensor:
+    def _exchange(
+        self, sent: list[Tensor], kept: list[tuple[Block, ...]], like: Tensor, size: int
+    ) -> Tensor:
         """Return the sum of flat nodes over all ranks: each rank adds one part of them in the order of the tree."""
         ranks = self.domain.size
         piece = -(-size // self.domain.size)
@@ -408,7 +446,9 @@ class CanonicalSum:
             self.domain.group,
         )
         tree = Tree[Tensor](torch.Tensor.add_)
-        for (level, place), values in zip([block for blocks in kept for block in blocks], torch.split(received, piece)):
+        for (level, place), values in zip(
+            [block for blocks in kept for block in blocks], torch.split(received, piece)
+        ):
             tree.add(level, place, values)
         whole = like.new_empty(ranks * piece)
         dist.all_gather(list(torch.split(whole, piece)), tree.take_total(), self.domain.group)

@@ -41,7 +41,9 @@ def check_components(runner: TorchRunner) -> None:
         )
     if isinstance(criterion, type) or not (criterion is None or callable(criterion)):
         made = (
-            f" Write {criterion.__name__}()." if isinstance(criterion, type) else " Assign a loss module or a function."
+            f" Write {criterion.__name__}()."
+            if isinstance(criterion, type)
+            else " Assign a loss module or a function."
         )
         raise ValueError(
             f"Expected `self.criterion` to be a callable (pred, target) -> loss. Received: criterion={criterion!r}.{made}"
@@ -49,8 +51,12 @@ def check_components(runner: TorchRunner) -> None:
     check_smoothing(criterion)
     check_kinds(runner)
     if optimizer is not None:
-        trained = {id(parameter) for _, parameter in runner.named_parameters() if parameter.requires_grad}
-        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = {
+            id(parameter) for _, parameter in runner.named_parameters() if parameter.requires_grad
+        }
+        optimized = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
         if trained and not trained & optimized:
             raise ValueError(
                 f"Expected an optimizer over parameters of the model. Received: a {type(optimizer).__name__} over {len(optimized)} others, "
@@ -73,7 +79,12 @@ def check_components(runner: TorchRunner) -> None:
                 raise ValueError(
                     f"Expected `self.{name}[{split!r}]` to have samples. Received: {data!r}. Make a dataset of it, or leave the split out."
                 )
-            if name == "datasets" and isinstance(data, tuple) and len(data) > 1 and is_columns(data):
+            if (
+                name == "datasets"
+                and isinstance(data, tuple)
+                and len(data) > 1
+                and is_columns(data)
+            ):
                 raise ValueError(
                     f"Expected `self.datasets[{split!r}]` to have samples. Received: a tuple of {len(data)} tensors or arrays of "
                     f"{len(data[0])} rows each, which is a dataset of {len(data)} samples. Write TensorDataset(inputs, targets) with "
@@ -106,7 +117,11 @@ def check_kinds(runner: TorchRunner) -> None:
             f"Expected `self.scheduler` to be a scheduler with a method step(). Received: scheduler={scheduler!r}. Make one over "
             "self.optimizer, or name it in `scheduler.type` and let the runner build it."
         )
-    missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(scheduler, name, None))]
+    missing = [
+        name
+        for name in ("state_dict", "load_state_dict")
+        if not callable(getattr(scheduler, name, None))
+    ]
     if scheduler is not None and missing and not runner.config.checkpoint.load_only:
         raise ValueError(
             f"Expected `self.scheduler` to be a scheduler that a checkpoint can hold. Received: a {type(scheduler).__name__} without "
@@ -128,7 +143,9 @@ def check_kinds(runner: TorchRunner) -> None:
 
 def is_columns(data: tuple[object, ...]) -> bool:
     """Whether a tuple has the form (inputs, targets): tensors or arrays with one number of rows, and not all of one shape and dtype."""
-    columns = [part for part in data if isinstance(part, Tensor) or type(part).__module__ == "numpy"]
+    columns = [
+        part for part in data if isinstance(part, Tensor) or type(part).__module__ == "numpy"
+    ]
     shapes = [tuple(getattr(part, "shape", ())) for part in columns]
     if len(columns) < len(data) or not all(shapes):
         return False
@@ -172,7 +189,9 @@ def misnamed(runner: TorchRunner, built_optimizer: object, built_scheduler: obje
     for name in sorted(own - library):
         meant = METHODS_ELSEWHERE.get(name) or closest_typo(name, sorted(library))
         if meant is not None and meant not in own and not set_by_program.get(meant, False):
-            sentences.append(f"The library does not call the method {name!r}: did you mean `{meant}`?")
+            sentences.append(
+                f"The library does not call the method {name!r}: did you mean `{meant}`?"
+            )
     for name in ("collate_fn", "data_collator"):
         if callable(vars(runner).get(name)) and not set_by_program["dataloader.collate_fn"]:
             sentences.append(
@@ -187,7 +206,9 @@ def misnamed(runner: TorchRunner, built_optimizer: object, built_scheduler: obje
 def _collates_by_default(runner: TorchRunner) -> bool:
     """Whether the library builds all loaders, and no setting says how samples are made into a batch."""
     has_own = bool(runner.dataloaders.keys() - runner.datasets.keys())
-    builds = not (is_overridden(runner, "build_dataloader") or is_overridden(runner, "build_dataloaders"))
+    builds = not (
+        is_overridden(runner, "build_dataloader") or is_overridden(runner, "build_dataloaders")
+    )
     if has_own or not runner.datasets or not builds:
         return False
     section = runner.config.get("dataloader", None) or {}
@@ -199,7 +220,10 @@ def _did_you_mean(component: str, present: Iterable[str]) -> str:
     for name in present:
         if name in _ASSIGNED or name == "mode" or name.startswith("_"):
             continue
-        if ATTRIBUTES_ELSEWHERE.get(name) == component or closest_typo(name, [component]) == component:
+        if (
+            ATTRIBUTES_ELSEWHERE.get(name) == component
+            or closest_typo(name, [component]) == component
+        ):
             return f" You have set `self.{name}`: did you mean `self.{component}`?"
     return ""
 
@@ -222,7 +246,11 @@ def check_settings(runner: TorchRunner) -> None:
 
 def check_retries(runner: TorchRunner, *, finds_micro_batch_size: bool) -> None:
     """Refuse to look for the size of micro-batches where a rank that is out of memory would leave others waiting."""
-    reason = runner.preparation.forward_communicates(runner.unwrapped_model) if finds_micro_batch_size else None
+    reason = (
+        runner.preparation.forward_communicates(runner.unwrapped_model)
+        if finds_micro_batch_size
+        else None
+    )
     if reason is not None:
         raise ValueError(
             "Expected dataloader.micro_batch_size to be a number where forward or backward communicate: a rank that is out of memory "

@@ -58,8 +58,16 @@ class ComponentChecks(Observer):
     def check_optimizer_given(self) -> None:
         """Refuse to train without an optimizer. May be called on one rank."""
         if self._runner.optimizer is None:
-            built = "`build_optimizer` returned none. " if is_overridden(self._runner, "build_optimizer") else ""
-            own = [name for name, value in vars(self._runner).items() if isinstance(value, torch.optim.Optimizer)]
+            built = (
+                "`build_optimizer` returned none. "
+                if is_overridden(self._runner, "build_optimizer")
+                else ""
+            )
+            own = [
+                name
+                for name, value in vars(self._runner).items()
+                if isinstance(value, torch.optim.Optimizer)
+            ]
             if len(own) > 1:
                 entries = ", ".join(f"{name!r}: self.{name}" for name in own)
                 raise ValueError(
@@ -67,7 +75,9 @@ class ComponentChecks(Observer):
                     f"self.optimizer = {{{entries}}} in __init__, and in train_step for each of them: with "
                     f"self.optimizing({own[0]!r}): self.backward(loss), which also makes the update."
                 )
-            own_one = f"You have set `self.{own[0]}`: did you mean `self.optimizer`? " if own else ""
+            own_one = (
+                f"You have set `self.{own[0]}`: did you mean `self.optimizer`? " if own else ""
+            )
             raise ValueError(
                 f"Expected an optimizer. Received: optimizer=None. {built}{own_one}Assign `self.optimizer` in __init__, several by name "
                 'as {"first": first, "second": second}, or set `optim.type`.'
@@ -80,21 +90,30 @@ class ComponentChecks(Observer):
         kind = type(run.optimizer).__name__
         closure = inspect.signature(run.optimizer.step).parameters.get("closure")
         needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-        if needs_closure and not (is_overridden(run, "step") and is_overridden(run, "optimizer_step")):
+        if needs_closure and not (
+            is_overridden(run, "step") and is_overridden(run, "optimizer_step")
+        ):
             raise ValueError(
                 f"Expected an optimizer whose step takes the gradient as it is. Received: {kind}, whose step calls a closure again and "
                 "again. Override both `step` and `optimizer_step` for it, or choose another."
             )
-        if any(is_stuck(member) for member in getattr(run.optimizer, "optimizers", [run.optimizer])):
+        if any(
+            is_stuck(member) for member in getattr(run.optimizer, "optimizers", [run.optimizer])
+        ):
             raise ValueError(
                 "Expected an optimizer that moves the weights. Received: SGD(fused=True) over bfloat16 or float16 weights on the CPU, "
                 "of which torch's fused form moves only those that do not fill a vector register. Set fused=False."
             )
-        optimized = {id(parameter): parameter for parameter in run.preparation.optimized_parameters(run.optimizer)}
+        optimized = {
+            id(parameter): parameter
+            for parameter in run.preparation.optimized_parameters(run.optimizer)
+        }
         named = dict(run.named_parameters())
         left_out = [name for name, p in named.items() if p.requires_grad and id(p) not in optimized]
         known = {id(parameter) for parameter in named.values()}
-        foreign = [tuple(parameter.shape) for key, parameter in optimized.items() if key not in known]
+        foreign = [
+            tuple(parameter.shape) for key, parameter in optimized.items() if key not in known
+        ]
         trains = any(p.requires_grad and id(p) in optimized for p in named.values())
         # Each rank may have a part of the model.
         ranks = run.world.gather_objects((trains, left_out, foreign))
@@ -121,8 +140,14 @@ class ComponentChecks(Observer):
         """Refuse a schedule that goes by a metric, if no evaluation computes one. May be called on one rank."""
         runner = self._runner
         interval, monitors = interval_of(runner), "monitor" in runner.config.get("scheduler", {})
-        check_metric_of_schedule(runner.scheduler, interval=interval, evaluates=evaluates, monitors=monitors)
-        if runner.is_main_process and runner.scheduler is not None and needs_metric(runner.scheduler):
+        check_metric_of_schedule(
+            runner.scheduler, interval=interval, evaluates=evaluates, monitors=monitors
+        )
+        if (
+            runner.is_main_process
+            and runner.scheduler is not None
+            and needs_metric(runner.scheduler)
+        ):
             self._check_mode(runner.scheduler)
 
     def _check_mode(self, scheduler: object) -> None:
@@ -136,7 +161,11 @@ class ComponentChecks(Observer):
         if mode not in names:
             return
         if monitor and monitor != score_path(runner):
-            if mode == "max" and section.get("mode", None) is None and scheduler is self.built_scheduler:
+            if (
+                mode == "max"
+                and section.get("mode", None) is None
+                and scheduler is self.built_scheduler
+            ):
                 logger.info(
                     "%s follows the highest %s; set scheduler.mode if lower is better.",
                     type(scheduler).__name__,
@@ -146,7 +175,14 @@ class ComponentChecks(Observer):
             logger.warning(
                 "Expected the %s to have the mode of the score %s, of which the %s is the best. Received: mode=%r. Make it with mode=%r "
                 "(scheduler.mode), or set score_mode=%r.",
-                *(type(scheduler).__name__, score_path(runner), names[board.mode], mode, board.mode, mode),
+                *(
+                    type(scheduler).__name__,
+                    score_path(runner),
+                    names[board.mode],
+                    mode,
+                    board.mode,
+                    mode,
+                ),
             )
 
     # Events
@@ -156,16 +192,24 @@ class ComponentChecks(Observer):
         runner, scheduler = self._runner, self._runner.scheduler
         self._groups = len(getattr(runner.optimizer, "param_groups", ()))
         self._highest_rate = max(self._highest_rate, self._rate())
-        frozen = [name for name, part in _in_evaluation(runner.unwrapped_model) if name and not _is_trained(part)]
+        frozen = [
+            name
+            for name, part in _in_evaluation(runner.unwrapped_model)
+            if name and not _is_trained(part)
+        ]
         if frozen:
             self._warn(
                 "frozen",
                 f"Frozen parts of the model were in evaluation mode when training began: {listed(frozen)}. They are in training mode "
                 "now, as the whole model is: dropout draws, batch statistics move. To keep them as they were, override its `train`.",
             )
-        is_of_run = isinstance(scheduler, (WarmupScheduler, OneCycleSchedule)) or not isinstance(scheduler, LRScheduler)
+        is_of_run = isinstance(scheduler, (WarmupScheduler, OneCycleSchedule)) or not isinstance(
+            scheduler, LRScheduler
+        )
         is_asked = "interval" in (runner.config.get("scheduler", None) or {})
-        advances = not (runner.is_step_mode or is_asked or is_of_run) and interval_of(runner) == "step"
+        advances = (
+            not (runner.is_step_mode or is_asked or is_of_run) and interval_of(runner) == "step"
+        )
         if advances and runner.is_main_process:
             updates = self._data.updates_of_epoch
             logger.info(
@@ -193,7 +237,11 @@ class ComponentChecks(Observer):
                 "needs an optimizer with all groups, else it is refused: make them in __init__, frozen with requires_grad_(False) until "
                 "they are trained.",
             )
-        left = [name or "the whole model" for name, part in _in_evaluation(runner.unwrapped_model) if _is_trained(part)]
+        left = [
+            name or "the whole model"
+            for name, part in _in_evaluation(runner.unwrapped_model)
+            if _is_trained(part)
+        ]
         if left:
             self._warn(
                 "mode",
@@ -202,16 +250,22 @@ class ComponentChecks(Observer):
             )
         schedules = list(scheduler) if isinstance(scheduler, JointScheduler) else [scheduler]
         groups = {id(group) for group in runner.optimizer.param_groups}
-        moved = [getattr(getattr(each, "optimizer", None), "param_groups", None) for each in schedules]
+        moved = [
+            getattr(getattr(each, "optimizer", None), "param_groups", None) for each in schedules
+        ]
         if any(each is not None and groups.isdisjoint(map(id, each)) for each in moved):
             self._warn(
                 "schedule",
                 f"self.scheduler, a {type(scheduler).__name__}, moves the learning rates of another optimizer than self.optimizer, "
                 "whose rates stay as they are. Make the schedule over self.optimizer, after that is made.",
             )
-        optimized = {id(parameter) for parameter in runner.preparation.optimized_parameters(runner.optimizer)}
+        optimized = {
+            id(parameter) for parameter in runner.preparation.optimized_parameters(runner.optimizer)
+        }
         named = runner.named_parameters()
-        self._warn_of_left_out([name for name, p in named if p.requires_grad and id(p) not in optimized])
+        self._warn_of_left_out(
+            [name for name, p in named if p.requires_grad and id(p) not in optimized]
+        )
 
     def _warn_of_left_out(self, left_out: Iterable[str]) -> None:
         names = [name for name in left_out if name not in self._left_out]
@@ -243,7 +297,9 @@ class ComponentChecks(Observer):
 
     def _rate(self) -> float:
         # In a loop by hand the optimizer need not be on the runner.
-        return max((rate for rate in rates_of(self._runner.optimizer) if rate is not None), default=0.0)
+        return max(
+            (rate for rate in rates_of(self._runner.optimizer) if rate is not None), default=0.0
+        )
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned and self._runner.is_main_process:

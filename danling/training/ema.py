@@ -48,15 +48,21 @@ class EMA:
         if interval < 1:
             raise ValueError(f"Expected ema.interval >= 1. Received: ema.interval={interval!r}.")
         if buffers not in ("copy", "average"):
-            raise ValueError(f"Expected ema.buffers to be 'copy' or 'average'. Received: ema.buffers={buffers!r}.")
+            raise ValueError(
+                f"Expected ema.buffers to be 'copy' or 'average'. Received: ema.buffers={buffers!r}."
+            )
         self.decay = decay
         self.warmup = warmup
         self.interval = interval
         self.buffers = buffers
         self.num_updates = 0
         saved = model.state_dict(keep_vars=True)
-        parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-        persistent = {canonical_name(name): buffer for name, buffer in model.named_buffers() if name in saved}
+        parameters = {
+            canonical_name(name): parameter for name, parameter in model.named_parameters()
+        }
+        persistent = {
+            canonical_name(name): buffer for name, buffer in model.named_buffers() if name in saved
+        }
         self._live: dict[str, Tensor] = {**parameters, **persistent}
         name_of = {id(buffer): name for name, buffer in persistent.items()}
         self._owners = {
@@ -183,11 +189,17 @@ class EMA:
     @staticmethod
     def _filled(buffer: Tensor, values: Tensor) -> Tensor:
         """Return the copy of a buffer with other values, which may be more or fewer."""
-        return buffer.copy_(values) if buffer.shape == values.shape else values.to(buffer, copy=True)
+        return (
+            buffer.copy_(values) if buffer.shape == values.shape else values.to(buffer, copy=True)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return `{"weights": tensors by name, "num_updates": int, "buffers": "copy" or "average"}`."""
-        return {"weights": dict(self.weights), "num_updates": self.num_updates, "buffers": self.buffers}
+        return {
+            "weights": dict(self.weights),
+            "num_updates": self.num_updates,
+            "buffers": self.buffers,
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

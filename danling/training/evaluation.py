@@ -155,14 +155,20 @@ class Evaluator:
             placement = runner.placement
             # Ranks that divide a sequence have a loss each of the same samples.
             counted = [samples, 1.0] if placement.counts_loss else [0.0, 0.0]
-            summed = placement.optimizer.all_reduce(torch.tensor(counted, dtype=torch.float64)).tolist()
+            summed = placement.optimizer.all_reduce(
+                torch.tensor(counted, dtype=torch.float64)
+            ).tolist()
             metrics.setdefault("samples", summed[0] * placement.data.size / summed[1])
         return metrics
 
     def _log_order(self, split: str, limit: int | None, source: BatchSource) -> None:
         """Log once for a split which of its samples are read, where not all are, or where settings say otherwise for training."""
         runner, loader = self.runner, source.loader
-        if split in self._logged_orders or not runner.is_main_process or not isinstance(loader, DataLoader):
+        if (
+            split in self._logged_orders
+            or not runner.is_main_process
+            or not isinstance(loader, DataLoader)
+        ):
             return
         samples = loader.order.length
         division = loader.order.division
@@ -176,8 +182,14 @@ class Evaluator:
         order = "their own order" if loader.order.shuffle else "the order of the dataset"
         which = f"all {samples}" if first == samples else f"the first {first} of {samples}"
         why = f" Only training reads by {' and '.join(settings)}." if settings else ""
-        more = "" if first == samples else " Call `evaluate`, or override `evaluate_steps`, for all of them."
-        logger.info("An evaluation reads %s samples of split %r, in %s.%s%s", which, split, order, why, more)
+        more = (
+            ""
+            if first == samples
+            else " Call `evaluate`, or override `evaluate_steps`, for all of them."
+        )
+        logger.info(
+            "An evaluation reads %s samples of split %r, in %s.%s%s", which, split, order, why, more
+        )
 
     def _log_ignored(self, split: str, limit: int | None, totals: Meters) -> None:
         """Log once a split that its loss is NaN where none of its targets counts."""
@@ -185,7 +197,9 @@ class Evaluator:
         if has_weight or split in self._without_targets or not self.runner.is_main_process:
             return
         self._without_targets.add(split)
-        text = f"No evaluated target of split {split!r} counts: all are ignored, so its loss is NaN."
+        text = (
+            f"No evaluated target of split {split!r} counts: all are ignored, so its loss is NaN."
+        )
         if limit is not None:
             text += f" Its first {limit} batches were evaluated; override evaluate_steps to evaluate more of them."
         logger.warning("%s", text)
@@ -197,7 +211,9 @@ class Evaluator:
             return self._data.begin(split)
         if split in runner.datasets:
             with self._data.reading_once():
-                source = self._data.open(split, runner.build_dataloader(split, runner.datasets[split]))
+                source = self._data.open(
+                    split, runner.build_dataloader(split, runner.datasets[split])
+                )
             source.tell_epoch()
             return source
         if runner.source(split).consumed:
@@ -208,7 +224,9 @@ class Evaluator:
             )
         return self._data.open(split, runner.dataloaders[split])
 
-    def _sums(self, split: str, limit: int | None, source: BatchSource) -> tuple[Meters, bool, float]:
+    def _sums(
+        self, split: str, limit: int | None, source: BatchSource
+    ) -> tuple[Meters, bool, float]:
         """Evaluate a pass, or its first batches: return sums by metric, whether there was a loss, and the samples that have any result.
 
         What a step adds to `meters` belongs to the evaluation, not to the open epoch.
@@ -278,7 +296,9 @@ class Evaluator:
         if is_unbounded:
             batches = self._named_where_long(batches, source.split)
         if self.runner.preparation.evaluates_together:
-            batches = even_out(batches, ranks=placement.optimizer, readers=placement.data, reads=source.reads)
+            batches = even_out(
+                batches, ranks=placement.optimizer, readers=placement.data, reads=source.reads
+            )
         try:
             yield from batches
         finally:
@@ -325,7 +345,8 @@ class Evaluator:
                 decay = getattr(runner.ema, "decay", None)
                 if runner.is_main_process and not self._has_said_averaged:
                     logger.info(
-                        "Evaluating the averaged weights%s.", f" (decay {decay:g})" if decay is not None else ""
+                        "Evaluating the averaged weights%s.",
+                        f" (decay {decay:g})" if decay is not None else "",
                     )
                 self._has_said_averaged = True
                 stack.enter_context(preparation.averaged(runner.ema))
@@ -472,7 +493,9 @@ class Evaluator:
         return self.forward.counted(split_by_sample(pred, samples, nodes_of_graphs(data)))
 
 
-def even_out(batches: Iterator[Batch], *, ranks: Domain, readers: Domain, reads: bool = True) -> Iterator[Batch]:
+def even_out(
+    batches: Iterator[Batch], *, ranks: Domain, readers: Domain, reads: bool = True
+) -> Iterator[Batch]:
     """Yield batches until no rank has one, equally many on all: a rank that ran out repeats its last one, which weighs nothing.
 
     Where a forward is a collective of the ranks that share parameters, all of them must make the same number.
@@ -482,7 +505,9 @@ def even_out(batches: Iterator[Batch], *, ranks: Domain, readers: Domain, reads:
         batch = next(batches, None)
         is_real = batch is not None and batch.data is not PLACEHOLDER
         has_nothing = not is_real and spare is None
-        flags = ranks.all_reduce(torch.tensor([float(is_real), float(has_nothing)], dtype=torch.float64))
+        flags = ranks.all_reduce(
+            torch.tensor([float(is_real), float(has_nothing)], dtype=torch.float64)
+        )
         some_have, some_lack = flags.tolist()
         if not some_have:
             return
@@ -515,7 +540,9 @@ def split_by_sample(pred: object, samples: int, parts: Sequence[int] | None = No
         if len(pred) == sum(parts) != len(parts):
             # A row for each part of a sample, such as the nodes of a graph.
             whole = pred.detach().cpu()
-            of_samples: list[object] = [whole[end - count : end] for count, end in zip(parts, accumulate(parts))]
+            of_samples: list[object] = [
+                whole[end - count : end] for count, end in zip(parts, accumulate(parts))
+            ]
             return of_samples[:samples]
         if len(pred) != len(parts):
             return [pred.detach().cpu()]
@@ -542,7 +569,9 @@ def gather_predictions(batches: Sequence[Sequence[object]], domain: Domain) -> l
     """
     ranks: list[Sequence[Sequence[Any]]] = domain.gather_objects(batches)
     rounds = max(map(len, ranks), default=0)
-    return [item for turn in range(rounds) for mine in ranks if turn < len(mine) for item in mine[turn]]
+    return [
+        item for turn in range(rounds) for mine in ranks if turn < len(mine) for item in mine[turn]
+    ]
 
 
 def _has_rows(value: Any, samples: int, parts: Sequence[int] | None) -> bool:

@@ -51,14 +51,24 @@ class FirstGradients(Observer):
     def training_started(self) -> None:
         """Note the state of loss scalers of the program's."""
         runner = self._runner
-        own = {name: value for name, value in vars(runner).items() if name not in runner.library_names}
+        own = {
+            name: value for name, value in vars(runner).items() if name not in runner.library_names
+        }
         # It may be that of another optimizer, which train_step steps.
         has_others = any(isinstance(value, torch.optim.Optimizer) for value in own.values())
         if is_overridden(runner, "train_step") and not (
             has_others or any(is_overridden(runner, name) for name in _UNSCALING)
         ):
-            scalers = {name: value for name, value in own.items() if isinstance(value, torch.amp.GradScaler)}
-            self._scalers = {name: (each, each.state_dict()) for name, each in scalers.items() if each.is_enabled()}
+            scalers = {
+                name: value
+                for name, value in own.items()
+                if isinstance(value, torch.amp.GradScaler)
+            }
+            self._scalers = {
+                name: (each, each.state_dict())
+                for name, each in scalers.items()
+                if each.is_enabled()
+            }
 
     def gradients_ready(self, totals: StepTotals, norm: Tensor) -> None:
         """Look at the gradients. Called on all ranks."""
@@ -72,7 +82,9 @@ class FirstGradients(Observer):
         if self._has_phases:
             return
         mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
-        missing = dict.fromkeys(name for names in runner.world.gather_objects(mine) for name in names)
+        missing = dict.fromkeys(
+            name for names in runner.world.gather_objects(mine) for name in names
+        )
         if not missing:
             return
         # Another rank may have its gradient.
@@ -99,9 +111,14 @@ class FirstGradients(Observer):
     def _name_unknown(self, optimized: Iterable[nn.Parameter]) -> None:
         """Name parameters outside of the model that the loss depends on. May be called on one rank."""
         runner = self._runner
-        optimizers = [item for _, item in _values(runner) if isinstance(item, torch.optim.Optimizer)]
+        optimizers = [
+            item for _, item in _values(runner) if isinstance(item, torch.optim.Optimizer)
+        ]
         of_others = (
-            parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+            parameter
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         )
         known = {id(parameter) for parameter in (*optimized, *of_others)}
         known.update(id(parameter) for _, parameter in runner.named_parameters())
@@ -126,21 +143,33 @@ def parameters_outside(runner: TorchRunner) -> dict[str, nn.Parameter]:
         if isinstance(item, nn.Parameter):
             found[where] = item
         elif isinstance(item, nn.Module):
-            found.update({f"{where}.{name}": parameter for name, parameter in item.named_parameters()})
+            found.update(
+                {f"{where}.{name}": parameter for name, parameter in item.named_parameters()}
+            )
     return found
 
 
 def _values(runner: TorchRunner) -> Iterator[tuple[str, object]]:
     """Yield what `parameters_outside` looks at, with its place."""
     taken = ("model", "criterion", "ema")
-    places = [(f"self.{name}", value) for name, value in vars(runner).items() if name not in taken and name[0] != "_"]
+    places = [
+        (f"self.{name}", value)
+        for name, value in vars(runner).items()
+        if name not in taken and name[0] != "_"
+    ]
     for name, module in runner.unwrapped_model.named_modules():
         prefix = f"model.{name}" if name else "model"
-        places += [(f"{prefix}.{key}", value) for key, value in vars(module).items() if key[0] != "_"]
+        places += [
+            (f"{prefix}.{key}", value) for key, value in vars(module).items() if key[0] != "_"
+        ]
     for place, value in places:
         if type(value) in (list, tuple):
-            yield from ((f"{place}[{index}]", item) for index, item in enumerate(value[:_MOST_ITEMS]))
+            yield from (
+                (f"{place}[{index}]", item) for index, item in enumerate(value[:_MOST_ITEMS])
+            )
         elif type(value) is dict:
-            yield from ((f"{place}[{key!r}]", item) for key, item in islice(value.items(), _MOST_ITEMS))
+            yield from (
+                (f"{place}[{key!r}]", item) for key, item in islice(value.items(), _MOST_ITEMS)
+            )
         else:
             yield place, value

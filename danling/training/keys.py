@@ -12,7 +12,10 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from danling.data import derive_seed, mix_seed, seed_streams
@@ -54,7 +57,9 @@ class RandomKeys:
     what the uninterrupted one draws, and noise does not depend on the rank that draws it. `docs/guides/data.md` has the table of keys.
     """
 
-    def __init__(self, runner: BaseRunner, session: TrainingSession, extensions: Sequence[object]) -> None:
+    def __init__(
+        self, runner: BaseRunner, session: TrainingSession, extensions: Sequence[object]
+    ) -> None:
         self._runner = runner
         self._session = session
         self._extensions = extensions
@@ -91,17 +96,25 @@ class RandomKeys:
         runner, placement = self._runner, self._runner.placement
         if ordinal == 0:
             self._places.clear()
-        place = place or (self._places.get(id(data)) if self.in_update else None) or (placement.data.rank, ordinal)
+        place = (
+            place
+            or (self._places.get(id(data)) if self.in_update else None)
+            or (placement.data.rank, ordinal)
+        )
         self._places[id(data)] = place
         train, base = runner.state.train, _base(runner.seed, "train", placement.replica_group[0])
-        key = mix_seed(base, train.global_step + train.skipped_updates, *place, *placement.forward_place)
+        key = mix_seed(
+            base, train.global_step + train.skipped_updates, *place, *placement.forward_place
+        )
         self.key, self._ordinal, self._phase = key, ordinal, 0
         if self._generators is None or self._generators:
             self._seed_generators()
         only_torch = self._only_torch and self._session.running
         if only_torch and type(data) is not Tensor:
             # A tensor of a class of the user's runs its code.
-            only_torch = type(data) in (tuple, list) and {*map(type, cast("Sequence[object]", data))} == {Tensor}
+            only_torch = type(data) in (tuple, list) and {
+                *map(type, cast("Sequence[object]", data))
+            } == {Tensor}
         if only_torch:
             seed_torch(key, runner.device)
             return
@@ -141,7 +154,9 @@ class RandomKeys:
                         "itself; `with self.optimizing(name)` steps one of several optimizers, and your own update goes into "
                         "`optimizer_step`."
                     )
-                shards = any(is_sharded(each) for group in optimizer.param_groups for each in group["params"])
+                shards = any(
+                    is_sharded(each) for group in optimizer.param_groups for each in group["params"]
+                )
                 place = self._runner.placement.update_place if shards else ()
                 place = (self._ordinal, self._phase, *place)
                 seed_torch(self._key("early update", place=place), self._runner.device)
@@ -204,7 +219,9 @@ class RandomKeys:
     def _key(self, *parts: int | str, place: tuple[int, ...] = ()) -> int:
         """Return the key `(seed, *parts, updates attempted, *place)`."""
         train = self._runner.state.train
-        return mix_seed(_base(self._runner.seed, *parts), train.global_step + train.skipped_updates, *place)
+        return mix_seed(
+            _base(self._runner.seed, *parts), train.global_step + train.skipped_updates, *place
+        )
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,11 @@ class LiveState:
     """Reads and loads all that a checkpoint contains but the seed, between two updates and without communication."""
 
     def __init__(
-        self, runner: TorchRunner, attributes: KeptAttributes, data: RunData, observer_states: ObserverStates
+        self,
+        runner: TorchRunner,
+        attributes: KeptAttributes,
+        data: RunData,
+        observer_states: ObserverStates,
     ) -> None:
         self._runner = runner
         self._attributes = attributes
@@ -36,7 +40,9 @@ class LiveState:
             **self._observer_states.of_rank(),
             **runner.run_state.components(),
             "state": {name: part for name, part in progress.items() if name != "rng"},
-            "dataloaders": {split: source.state_dict() for split, source in self._data.trained_sources().items()},
+            "dataloaders": {
+                split: source.state_dict() for split, source in self._data.trained_sources().items()
+            },
         }
 
     def load(

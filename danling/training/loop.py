@@ -149,7 +149,9 @@ class TrainingLoop:
         # A run by updates that was stopped within its last evaluation makes that evaluation.
         ends_in_evaluation = runner.is_step_mode and results.open
         if self._is_used_up() and not ends_in_evaluation:
-            done = runner.state.train.global_step if runner.is_step_mode else runner.state.train.epoch
+            done = (
+                runner.state.train.global_step if runner.is_step_mode else runner.state.train.epoch
+            )
             nothing = (
                 f"the run has completed {done} of {getattr(runner, unit)} {unit}. Raise {unit} to continue. If this is to be another run, "
                 "such as another fold, name in the configuration what differs, such as fold=1: then it gets another directory."
@@ -233,7 +235,9 @@ class TrainingLoop:
                 except EvaluationStopped:
                     logger.debug("An evaluation was left; a resumed run makes it again.")
                 except TrainingAbandoned:
-                    session.apply_requests(agree(runner.placement.optimizer, session.local_requests()))
+                    session.apply_requests(
+                        agree(runner.placement.optimizer, session.local_requests())
+                    )
                 session.running = False
                 # Before the state is saved: the last update of an accelerator may not have been finite.
                 self._update.raise_pending_error()
@@ -303,7 +307,9 @@ class TrainingLoop:
         """Save a state that is whole, and log the failure and, if the memory of a device ran out, a snapshot of that memory."""
         runner, step = self._runner, self._runner.state.train.global_step
         if isinstance(error, IntactStateError) and not runner.saver.is_saved:
-            logger.error("Training failed between two updates; saving the state after step %d.", step)
+            logger.error(
+                "Training failed between two updates; saving the state after step %d.", step
+            )
             try:
                 runner.save_checkpoint()
                 runner.checkpoint_manager.wait()
@@ -314,7 +320,9 @@ class TrainingLoop:
                 logger.error("%s", note)
         if is_out_of_memory(error):
             directory = runner.workspace.dir / runner.config.profiling.trace_dir
-            write_memory_snapshot(directory, error, rank=runner.rank, global_step=step, device=runner.device)
+            write_memory_snapshot(
+                directory, error, rank=runner.rank, global_step=step, device=runner.device
+            )
         self._reporter.log_end(f"Failed with {type(error).__name__}")
 
     # By epochs
@@ -363,7 +371,9 @@ class TrainingLoop:
         metrics = self._results.open[split] = self._trained_metrics()
         return metrics
 
-    def train_epoch_directly(self, split: str, train_epoch: Callable[[], object], splits: Sequence[str]) -> object:
+    def train_epoch_directly(
+        self, split: str, train_epoch: Callable[[], object], splits: Sequence[str]
+    ) -> object:
         """Train a pass that a program asks for by `train_epoch`; the epoch is over when every split to train on has had its pass."""
         runner = self._runner
         results = self._results
@@ -459,7 +469,9 @@ class TrainingLoop:
             runner.source(split).finish_pass()
         return True
 
-    def _reach_boundary(self, split: str, evaluated: Sequence[str], *, final: bool, again: bool = False) -> None:
+    def _reach_boundary(
+        self, split: str, evaluated: Sequence[str], *, final: bool, again: bool = False
+    ) -> None:
         """Evaluate and save after an update where it is time to.
 
         Args:
@@ -483,7 +495,9 @@ class TrainingLoop:
         self._update.schedule.advance("pass", {})
 
     def _evaluation_is_due(self, step: int) -> bool:
-        return self._runner.is_step_mode and (step == self._runner.steps or step % self._evaluate_every == 0)
+        return self._runner.is_step_mode and (
+            step == self._runner.steps or step % self._evaluate_every == 0
+        )
 
     def _validate(self, evaluated: Sequence[str], *, final: bool) -> None:
         """Evaluate in step mode, and save what follows from it; `final` where the run ends here."""
@@ -595,7 +609,9 @@ class TrainingLoop:
                 # The replica groups have not agreed: the update is made again from the same batches.
                 batches = chain(consumed, batches)
                 continue
-            if update.move_source is not None:  # an override of `step` has not called `super().step()`
+            if (
+                update.move_source is not None
+            ):  # an override of `step` has not called `super().step()`
                 update.end_batches()
             yield outcome
             # After the evaluation and the save that the caller may make.
@@ -616,7 +632,9 @@ class TrainingLoop:
     def _start_pass(self, split: str) -> None:
         """Call the hook of the beginning of a pass, which may freeze parameters, unfreeze them, or replace the optimizer."""
         runner, recompute = self._runner, self._update.recompute
-        put_back = recompute.remember(window=False, reads_again=True) if self._driver is not None else None
+        put_back = (
+            recompute.remember(window=False, reads_again=True) if self._driver is not None else None
+        )
         try:
             with self._pass_settings.watched() if self.has_pass_hook else nullcontext():
                 runner.on_pass_start(split)
@@ -647,7 +665,9 @@ class TrainingLoop:
         runner.meters.reset()
         return metrics
 
-    def _evaluate(self, splits: Sequence[str], verb: Literal["evaluate_epoch", "evaluate_steps"]) -> None:
+    def _evaluate(
+        self, splits: Sequence[str], verb: Literal["evaluate_epoch", "evaluate_steps"]
+    ) -> None:
         """Evaluate what was trained up to here; if the evaluation fails, it is saved, and a resumed run begins with this evaluation."""
         if not splits:
             return
@@ -655,7 +675,9 @@ class TrainingLoop:
         self._reporter.trackers.hold_mark()
         # As in a run that is resumed here.
         keys.between_updates()
-        with self._runner.saver.keeping_trained(passing=(EvaluationStopped, TrainingAbandoned, MembershipChanged)):
+        with self._runner.saver.keeping_trained(
+            passing=(EvaluationStopped, TrainingAbandoned, MembershipChanged)
+        ):
             for split in splits:
                 with self._session.evaluating(split):
                     metrics = getattr(self._runner, verb)(split)

@@ -31,7 +31,9 @@ class GivenMetrics:
             # A property of the program's, which may make new objects each time.
             return False
         now = metrics_by_name(self._runner.metrics)
-        return self._given.keys() != now.keys() or any(self._given[name] is not metric for name, metric in now.items())
+        return self._given.keys() != now.keys() or any(
+            self._given[name] is not metric for name, metric in now.items()
+        )
 
     def check(self) -> None:
         """Refuse metrics that were set after construction: nothing would compute them. May be called on one rank."""
@@ -76,10 +78,14 @@ class MetricsInTraining(Observer):
             return  # a loop by hand may evaluate by hand too
         now = self._metrics.counts()
         # One that the program has reset since has nothing to lose.
-        changed = {name for name, count in now.items() if count and count != self._noted.get(name, count)} - self._named
+        changed = {
+            name for name, count in now.items() if count and count != self._noted.get(name, count)
+        } - self._named
         self._named |= changed
         if changed and self._is_main:
-            names = listed([f"self.metrics[{name!r}]" if name else "self.metrics" for name in sorted(changed)])
+            names = listed(
+                [f"self.metrics[{name!r}]" if name else "self.metrics" for name in sorted(changed)]
+            )
             logger.warning(
                 "%s had updates outside of an evaluation. Evaluations reset the objects in self.metrics, and no checkpoint has them. Set "
                 "train_metrics for metrics of training, or keep another object in another attribute, such as self.trained, which is "

@@ -59,7 +59,10 @@ class ModelStates:
         copies = bool(modal(self.runner.optimizer))
         with evaluation_weights(self.runner.optimizer):
             state = self.runner.unwrapped_model.state_dict()
-            return {canonical_name(name): value.clone() if copies else value for name, value in state.items()}
+            return {
+                canonical_name(name): value.clone() if copies else value
+                for name, value in state.items()
+            }
 
     def paths(self) -> list[str]:
         """Return the dotted paths of weights and averages in a checkpoint of this model, also of one that has none saved yet."""
@@ -76,7 +79,11 @@ class ModelStates:
         model = self.runner.unwrapped_model
         names = {canonical_name(name): name for name in model.state_dict()}
         prefix = "module."
-        if names and all(name.startswith(prefix) for name in names) and not any(name in names for name in state):
+        if (
+            names
+            and all(name.startswith(prefix) for name in names)
+            and not any(name in names for name in state)
+        ):
             # Of a model whose only part is called `module`, as what wraps a model calls it too.
             state = {f"{prefix}{name}": value for name, value in state.items()}
         state = with_tied_names(model, state)
@@ -93,14 +100,24 @@ class ModelStates:
             )
         here = model.state_dict()
         sized = _sized_by_modules(model)
-        fixed = {name: value for name, value in state.items() if names[name].rpartition(".")[0] not in sized}
+        fixed = {
+            name: value
+            for name, value in state.items()
+            if names[name].rpartition(".")[0] not in sized
+        }
         _check_shapes({name: here[names[name]] for name in fixed}, fixed)
         dtypes = {name: getattr(value, "dtype", None) for name, value in state.items()}
-        self._converted = {name for name in dtypes if dtypes[name] != getattr(here[names[name]], "dtype", None)}
+        self._converted = {
+            name for name in dtypes if dtypes[name] != getattr(here[names[name]], "dtype", None)
+        }
         try:
-            model.load_state_dict({names[name]: value for name, value in state.items()}, strict=not partial)
+            model.load_state_dict(
+                {names[name]: value for name, value in state.items()}, strict=not partial
+            )
         except RuntimeError as error:
-            raise CheckpointMismatch(f"Expected weights that fit this model. Received: {error}") from error
+            raise CheckpointMismatch(
+                f"Expected weights that fit this model. Received: {error}"
+            ) from error
 
     # EMA
 
@@ -109,7 +126,10 @@ class ModelStates:
         ema = self.averages()
         weights = state.get("weights")
         if partial and weights is not None:
-            present = {canonical_name(name): value for name, value in self.runner.unwrapped_model.state_dict().items()}
+            present = {
+                canonical_name(name): value
+                for name, value in self.runner.unwrapped_model.state_dict().items()
+            }
             new = [name for name in ema.weights if self._is_left_out("ema", f"ema.weights.{name}")]
             begun = {name: present[name] for name in new if name in present}
             state = {**state, "weights": {**begun, **weights}}
@@ -133,7 +153,11 @@ class ModelStates:
         apart = {id(parameter) for parameter in training_weights(optimizer)}
         if apart:
             # Copies, as those of the model are: loading both in this process writes into the parameters first.
-            trained = {name: p.detach().clone() for name, p in self.runner.named_parameters() if id(p) in apart}
+            trained = {
+                name: p.detach().clone()
+                for name, p in self.runner.named_parameters()
+                if id(p) in apart
+            }
             state[_TRAINED] = {canonical_name(name): value for name, value in trained.items()}
         return state
 
@@ -145,9 +169,12 @@ class ModelStates:
         except ValueError as error:
             raise CheckpointMismatch(str(error)) from error
         trained: Mapping[str, Any] = state.get(_TRAINED, {}) if state["state"] else {}  # type: ignore[assignment]
-        parameters = {canonical_name(name): parameter for name, parameter in self.runner.named_parameters()}
+        parameters = {
+            canonical_name(name): parameter for name, parameter in self.runner.named_parameters()
+        }
         put_training_weights(
-            self.runner.optimizer, [(parameters[name], value) for name, value in trained.items() if name in parameters]
+            self.runner.optimizer,
+            [(parameters[name], value) for name, value in trained.items() if name in parameters],
         )
 
     # What a checkpoint is read into
@@ -160,16 +187,24 @@ class ModelStates:
 def _sized_by_modules(model: nn.Module) -> set[str]:
     """Return the names of modules that may give their tensors another size as they load: those of observers follow from what they saw."""
     loads = {name: type(module)._load_from_state_dict for name, module in model.named_modules()}
-    return {name for name, load in loads.items() if not load.__module__.startswith("torch.nn.modules.")}
+    return {
+        name for name, load in loads.items() if not load.__module__.startswith("torch.nn.modules.")
+    }
 
 
 def _check_shapes(here: Mapping[str, object], state: Mapping[str, object]) -> None:
     """Refuse weights of other shapes, with the entries that leave them out of the load."""
-    shapes = {name: (getattr(state[name], "shape", None), getattr(here[name], "shape", None)) for name in state}
-    others = {name: pair for name, pair in shapes.items() if None not in pair and pair[0] != pair[1]}
+    shapes = {
+        name: (getattr(state[name], "shape", None), getattr(here[name], "shape", None))
+        for name in state
+    }
+    others = {
+        name: pair for name, pair in shapes.items() if None not in pair and pair[0] != pair[1]
+    }
     if others:
         listed = ", ".join(
-            f"{name} of {tuple(a or ())}, here {tuple(b or ())}" for name, (a, b) in list(others.items())[:5]
+            f"{name} of {tuple(a or ())}, here {tuple(b or ())}"
+            for name, (a, b) in list(others.items())[:5]
         )
         raise CheckpointMismatch(
             f"Expected weights of this model's shapes. Received: {listed} ({len(others)} in all). To keep those of the new model, add "
@@ -211,7 +246,9 @@ class FrozenWeights:
     def note_trained(self) -> None:
         """Count what requires a gradient now as trained. May be called on one rank."""
         named = self._runner.unwrapped_model.named_parameters()
-        self._trained |= {canonical_name(name) for name, parameter in named if parameter.requires_grad}
+        self._trained |= {
+            canonical_name(name) for name, parameter in named if parameter.requires_grad
+        }
 
     # Saving
 
@@ -222,12 +259,18 @@ class FrozenWeights:
     def _only_trained(self, state: Mapping[str, object]) -> dict[str, object]:
         frozen = self._frozen()
         # Another name of a frozen weight, as that of a tied one, is as frozen.
-        tied = {local_part(value).data_ptr() for value in frozen.values() if local_part(value).numel()}
+        tied = {
+            local_part(value).data_ptr() for value in frozen.values() if local_part(value).numel()
+        }
         return {
             name: value
             for name, value in state.items()
             if name not in frozen
-            and not (isinstance(value, Tensor) and local_part(value).numel() and local_part(value).data_ptr() in tied)
+            and not (
+                isinstance(value, Tensor)
+                and local_part(value).numel()
+                and local_part(value).data_ptr() in tied
+            )
         }
 
     def identity(self) -> dict[str, object]:
@@ -274,13 +317,19 @@ class FrozenWeights:
         self._sums = {name: bit_sum(tensor) for name, tensor in frozen.items()}
         self._digest = frozenset(frozen), found
 
-    def loadable(self, state: Mapping[str, Any], present: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    def loadable(
+        self, state: Mapping[str, Any], present: Callable[[], Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
         """Return the weights to load: what a checkpoint lacks is as `present` returns it. Called on all ranks."""
         if self.leaves_out() and not self._stored_without:
             # Frozen after they were trained, or changed by hand: a model that is made from the base lacks such values.
             here = present()
             names = [name for name in self._frozen() if name in state and name in here]
-            self._trained |= {name for name in names if digest_of({"": state[name]}) != digest_of({"": here[name]})}
+            self._trained |= {
+                name
+                for name in names
+                if digest_of({"": state[name]}) != digest_of({"": here[name]})
+            }
         return self.completed(state, present()) if self._stored_without else state
 
     def completed(self, state: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -291,7 +340,9 @@ class FrozenWeights:
         return {**{name: value for name, value in here.items() if name not in kept}, **state}
 
     def _without(self, trained: Collection[str]) -> dict[str, Tensor]:
-        named = ((canonical_name(name), p) for name, p in self._runner.unwrapped_model.named_parameters())
+        named = (
+            (canonical_name(name), p) for name, p in self._runner.unwrapped_model.named_parameters()
+        )
         return {name: parameter.detach() for name, parameter in named if name not in trained}
 
     def _frozen(self) -> dict[str, Tensor]:
@@ -324,7 +375,10 @@ def bit_sum(tensor: Tensor) -> int:
         integers = torch.uint8
     values = flat.view(integers)
     # An odd number for each place. They follow no line, on which several values could change places without a trace.
-    mixed = torch.arange(1, min(values.numel(), _PIECE) + 1, dtype=torch.int64, device=values.device) * _ODD
+    mixed = (
+        torch.arange(1, min(values.numel(), _PIECE) + 1, dtype=torch.int64, device=values.device)
+        * _ODD
+    )
     mixed = (mixed ^ (mixed >> 29)) * _ODD
     factors = (mixed ^ (mixed >> 32)) | 1
     total = torch.zeros((), dtype=torch.int64, device=values.device)

@@ -100,7 +100,9 @@ class ObserverStates:
     def load(self, payload: Mapping[str, Any], *, excluded: Collection[str] = ()) -> None:
         """Restore the states that a checkpoint has. Called on all ranks."""
         stored, world = payload.get(_SECTION) or {}, self._runner.world
-        found = {name: value_of_rank(world, _SECTION, name, entry) for name, entry in stored.items()}
+        found = {
+            name: value_of_rank(world, _SECTION, name, entry) for name, entry in stored.items()
+        }
         self._waiting = {name: node for name, node in found.items() if node is not MISSING}
         self._missing = found.keys() - self._waiting.keys()
         self._is_loaded = True
@@ -120,11 +122,15 @@ class ObserverStates:
                 # Without a state on any rank, all say the same.
                 if of_rank or self._runner.is_main_process:
                     logger.warning(
-                        "The checkpoint has no state of the observer %r%s: it begins without one.", name, of_rank
+                        "The checkpoint has no state of the observer %r%s: it begins without one.",
+                        name,
+                        of_rank,
                     )
                 continue
             with restoring(f"state of the observer {name!r}", f"{_SECTION}.{name}"):
-                state = Decoder(AttributeSnapshot(self._runner)).decode(self._waiting.pop(name), MISSING, name)
+                state = Decoder(AttributeSnapshot(self._runner)).decode(
+                    self._waiting.pop(name), MISSING, name
+                )
                 self._observers.with_state[name].load_state_dict(state)
 
     def warn_of_others(self) -> None:

@@ -36,7 +36,12 @@ class PassAgreement:
     """
 
     def __init__(
-        self, domain: Domain, data_domain: Domain, *, blind: bool = False, collective_forward: bool = False
+        self,
+        domain: Domain,
+        data_domain: Domain,
+        *,
+        blind: bool = False,
+        collective_forward: bool = False,
     ) -> None:
         self.domain = domain
         self.data_domain = data_domain
@@ -102,7 +107,11 @@ class PassAgreement:
         if first is None:
             self._compare_ranks(source, batch)
         streams = isinstance(getattr(source.loader, "dataset", None), IterableDataset)
-        if streams and getattr(source.loader, "num_workers", 0) > 1 and batch.data is not PLACEHOLDER:
+        if (
+            streams
+            and getattr(source.loader, "num_workers", 0) > 1
+            and batch.data is not PLACEHOLDER
+        ):
             self._first[split] = _FirstBatch(source.epoch, describe(batch.data))
             return False
         self._compared.add(split)

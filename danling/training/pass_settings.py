@@ -50,7 +50,9 @@ class PassSettings:
         """Note what is set inside."""
         before = {name: _mark(value) for name, value in self._values()}
         yield
-        self._set |= {name for name, value in self._values() if before.get(name, MISSING) != _mark(value)}
+        self._set |= {
+            name for name, value in self._values() if before.get(name, MISSING) != _mark(value)
+        }
 
     def part(self) -> StatePart:
         """Return the entry of a checkpoint."""
@@ -64,7 +66,9 @@ class PassSettings:
         return values_of_all(world, entries.keys(), entries).get(_SECTION, {})
 
     def _state_alone(self) -> dict[str, Any]:
-        return {name: {"value": entry.node} for (_, name), entry in self._entries(self._set).items()}
+        return {
+            name: {"value": entry.node} for (_, name), entry in self._entries(self._set).items()
+        }
 
     def _entries(self, names: Collection[str]) -> dict[Key, Entry]:
         """Return the encoded values of some names; one of which a part has no encoding is left to the program."""
@@ -99,7 +103,9 @@ class PassSettings:
                 value = MISSING if node is MISSING else decoder.decode(node, current, name, key)
             except CannotRestore as error:
                 logger.warning(
-                    "%s is not as on_pass_start had set it, for the rest of the pass: it was %s.", name, error
+                    "%s is not as on_pass_start had set it, for the rest of the pass: it was %s.",
+                    name,
+                    error,
                 )
                 continue
             if value is MISSING or not _is_value(value):
@@ -114,7 +120,9 @@ class PassSettings:
         secret_keys = self._runner.config.secret_keys or ()
         for path, module in modules_of(self._runner):
             for key, value in (vars(module) | module._buffers).items():
-                is_open = type(value) is not str or not is_left_out(key, names_secret(key, secret_keys))
+                is_open = type(value) is not str or not is_left_out(
+                    key, names_secret(key, secret_keys)
+                )
                 if key not in _OF_MODULE and is_open and _is_value(value):
                     yield f"{path}.{key}", value
 

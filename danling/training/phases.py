@@ -73,10 +73,14 @@ class Phases:
     it. The update of a phase is made at the end of its block in the last micro-batch of a window. `step` then closes the window.
     """
 
-    def __init__(self, runner: TorchRunner, optimizer: JointOptimizer, session: TrainingSession) -> None:
+    def __init__(
+        self, runner: TorchRunner, optimizer: JointOptimizer, session: TrainingSession
+    ) -> None:
         self._runner = runner
         self._session = session
-        self._phases = {name: Phase(name, member, runner) for name, member in optimizer.named.items()}
+        self._phases = {
+            name: Phase(name, member, runner) for name, member in optimizer.named.items()
+        }
         self.current: Phase | None = None
         self._used: list[Phase] = []
         self._requests: frozenset[str] = frozenset()
@@ -94,17 +98,26 @@ class Phases:
             runner.optimizer, runner.precision.scaler = joint, scaler
 
     @contextmanager
-    def optimizing(self, update: UpdateStep, name: str, *, every: int, weight: float | Tensor | None) -> Iterator[bool]:
+    def optimizing(
+        self, update: UpdateStep, name: str, *, every: int, weight: float | Tensor | None
+    ) -> Iterator[bool]:
         """See `TorchRunner.optimizing`."""
         runner, window = self._runner, self._runner.window
         phase = self._checked(name, every)
-        if not self._used and isinstance(runner.model, PhasedModel) and runner.model.broadcast_buffers:
+        if (
+            not self._used
+            and isinstance(runner.model, PhasedModel)
+            and runner.model.broadcast_buffers
+        ):
             runner.broadcast_buffers()
         if phase not in self._used:
             self._used.append(phase)
         phase.is_due = (runner.state.train.attempted + 1) % every == 0
         window.expect_no_loss()
-        phase.window.agreed_reference, phase.window.sum_reduced = window.agreed_reference, window.sum_reduced
+        phase.window.agreed_reference, phase.window.sum_reduced = (
+            window.agreed_reference,
+            window.sum_reduced,
+        )
         phase.window.may_divide_by_zero = window.may_divide_by_zero
         if phase.is_due:
             for parameter, gradient in phase.gradients:
@@ -135,7 +148,11 @@ class Phases:
                 f"Expected every to be at least 1, an integer. Received: optimizing({name!r}, every={every!r})."
             )
         if self.current is not None or not self._session.in_step:
-            where = f"inside of optimizing({self.current.name!r})" if self.current else "outside of train_step"
+            where = (
+                f"inside of optimizing({self.current.name!r})"
+                if self.current
+                else "outside of train_step"
+            )
             raise ValueError(
                 f"optimizing({name!r}) was called {where}. Call it in train_step, one block after another."
             )
@@ -168,11 +185,15 @@ class Phases:
                 "or leave the block out; every=n makes an update in each n-th pass only."
             )
         if not last:
-            phase.gradients = [(parameter, parameter.grad) for parameter in phase.reduction.parameters]
+            phase.gradients = [
+                (parameter, parameter.grad) for parameter in phase.reduction.parameters
+            ]
             phase.reduction.zero()
             return
         if not phase.is_reached:
-            phase.is_reached = any(parameter.grad is not None for parameter in phase.reduction.parameters)
+            phase.is_reached = any(
+                parameter.grad is not None for parameter in phase.reduction.parameters
+            )
             if not phase.is_reached:
                 window.reset()
                 raise ValueError(
@@ -211,7 +232,11 @@ class Phases:
         if made:
             first = made[0]
             losses = [outcome.loss for outcome in made]
-            norms = [torch.as_tensor(outcome.grad_norm) for outcome in made if outcome.grad_norm is not None]
+            norms = [
+                torch.as_tensor(outcome.grad_norm)
+                for outcome in made
+                if outcome.grad_norm is not None
+            ]
             committed = any(outcome.committed for outcome in made)
             loss_sum = sum(losses[1:], losses[0]) * first.weight
             norm = torch.stack(norms).norm() if norms else None

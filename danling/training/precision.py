@@ -34,7 +34,9 @@ class Precision:
     def __init__(self, name: str | None, device: torch.device) -> None:
         key = name.lower() if isinstance(name, str) else name
         if key not in _DTYPES:
-            raise ValueError(f"Expected precision to be 'fp16', 'bf16' or none. Received: precision={name!r}.")
+            raise ValueError(
+                f"Expected precision to be 'fp16', 'bf16' or none. Received: precision={name!r}."
+            )
         self.dtype: torch.dtype | None = _DTYPES[key]
         self.autocast: Callable[[], AbstractContextManager[object]] = no_autocast
         if self.dtype is not None:

@@ -44,9 +44,13 @@ class ModelPreparation:
 
     # Wrapping
 
-    def wrap(self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False
+    ) -> nn.Module:
         """Return the model in DistributedDataParallel when there are several ranks and something to train."""
-        if self.world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+        if self.world.size == 1 or not any(
+            parameter.requires_grad for parameter in model.parameters()
+        ):
             return model
         return self.wrapper(model, **self.wrapper_options(options, reduces_later=reduces_later))
 
@@ -88,7 +92,9 @@ class ModelPreparation:
 
     def check_reduced(self, model: object, *, trains: bool, reduced_by_user: bool) -> None:
         """Refuse a model whose gradients would not be reduced."""
-        reduced = isinstance(model, DistributedDataParallel) or self._trained_when_wrapped is not None
+        reduced = (
+            isinstance(model, DistributedDataParallel) or self._trained_when_wrapped is not None
+        )
         is_reduced = reduced or reduced_by_user
         if self.world.size > 1 and trains and not is_reduced:
             raise ValueError(
@@ -202,7 +208,9 @@ def settle_buckets(model: DistributedDataParallel, world: Domain) -> None:
     gives_sparse = any(getattr(each, "sparse", False) for each in module.modules())
     is_changed = bool(model._comm_hooks) or model.mixed_precision is not None
     lays_out_later = model.find_unused_parameters or model.static_graph
-    is_left = torch.tensor([float(has_hooks or gives_sparse or is_changed or lays_out_later)], dtype=torch.float64)
+    is_left = torch.tensor(
+        [float(has_hooks or gives_sparse or is_changed or lays_out_later)], dtype=torch.float64
+    )
     if world.all_reduce(is_left, "max").item():
         return
     gradients = [parameter.grad for parameter in parameters]

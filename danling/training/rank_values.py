@@ -15,7 +15,9 @@ from danling.utils.encoding import MISSING
 from .attribute_snapshot import Entry, Key
 
 
-def values_of_all(world: Domain, mine: Collection[Key], now: Mapping[Key, Entry]) -> dict[str, dict[str, Any]]:
+def values_of_all(
+    world: Domain, mine: Collection[Key], now: Mapping[Key, Entry]
+) -> dict[str, dict[str, Any]]:
     """Return the entries of a checkpoint by section and name. Called on all ranks.
 
     Args:

@@ -94,7 +94,10 @@ class Recompute:
         averages = getattr(runner.ema, "weights", {})
         names = {canonical_name(name) for name, _ in runner.unwrapped_model.named_buffers()}
         averaged = [(tensor, tensor.clone()) for name, tensor in averages.items() if name in names]
-        buffers, put_figures_back = BufferCopies(runner), remember_figures(runner, self.train_metrics)
+        buffers, put_figures_back = (
+            BufferCopies(runner),
+            remember_figures(runner, self.train_metrics),
+        )
         buffers.take()
         try:
             with self._attributes.preserved():
@@ -108,7 +111,8 @@ class Recompute:
     def check(self, data: object) -> None:
         """Note the version of the tensors of a batch before it is run, and refuse one that was changed since it was run before."""
         known = self._versions.setdefault(
-            id(data), [(tensor, tensor._version) for _, tensor in tensors(data) if not tensor.is_inference()]
+            id(data),
+            [(tensor, tensor._version) for _, tensor in tensors(data) if not tensor.is_inference()],
         )
         for tensor, version in known:
             if tensor._version != version:
@@ -126,7 +130,9 @@ class SkippedUpdates:
     this process, in which all are compared: no later update looks at others. So what hooks count, such as skipped updates, stays.
     """
 
-    def __init__(self, runner: TorchRunner, attributes: KeptAttributes, train_metrics: TrainMetrics | None) -> None:
+    def __init__(
+        self, runner: TorchRunner, attributes: KeptAttributes, train_metrics: TrainMetrics | None
+    ) -> None:
         self._runner = runner
         self._attributes = attributes
         self._train_metrics = train_metrics
@@ -160,14 +166,19 @@ class SkippedUpdates:
         self._buffers.take()
         # In the first updates it is not known yet which attributes change: remember all.
         names = None if is_watched else self._found
-        self._put_back = remember_figures(runner, self._train_metrics), self._attributes.remember(names)
+        self._put_back = (
+            remember_figures(runner, self._train_metrics),
+            self._attributes.remember(names),
+        )
 
     def look(self) -> None:
         """Find the attributes that a micro-batch has changed, in the first updates. Called after each micro-batch."""
         if self.before is None:
             return
         now = self._attributes.digests()
-        self._found |= {name for name, digest in now.items() if self.before.get(name, digest) != digest}
+        self._found |= {
+            name for name, digest in now.items() if self.before.get(name, digest) != digest
+        }
 
     def end(self, *, put_back: bool) -> None:
         """End a remembered update: put back what it has changed, or keep it. Called once the ranks have decided on the update."""
@@ -210,7 +221,10 @@ def remember_figures(runner: TorchRunner, metrics: TrainMetrics | None) -> Calla
 def remember_settings(optimizer: Any) -> Callable[[], None]:
     """Return what puts the learning rates and other settings of an optimizer back to what they are now."""
     groups = [*getattr(optimizer, "param_groups", ())]
-    kept = [{name: _copied(value) for name, value in group.items() if name != "params"} for group in groups]
+    kept = [
+        {name: _copied(value) for name, value in group.items() if name != "params"}
+        for group in groups
+    ]
 
     def put_back() -> None:
         for group, values in zip(groups, kept):
@@ -248,11 +262,20 @@ class BufferCopies:
             self._model = self._runner.model
             modules = [self._runner.unwrapped_model, self._runner.criterion]
             self._registries = [
-                part._buffers for each in modules if isinstance(each, nn.Module) for part in each.modules()
+                part._buffers
+                for each in modules
+                if isinstance(each, nn.Module)
+                for part in each.modules()
             ]
-        self._taken = [(registry, name, buffer) for registry in self._registries for name, buffer in registry.items()]
+        self._taken = [
+            (registry, name, buffer)
+            for registry in self._registries
+            for name, buffer in registry.items()
+        ]
         live = [local_part(buffer) for _, _, buffer in self._taken if buffer is not None]
-        is_same = len(live) == len(self._live) and all(one is other for one, other in zip(live, self._live))
+        is_same = len(live) == len(self._live) and all(
+            one is other for one, other in zip(live, self._live)
+        )
         # An observer of values gives its buffers their size in the first forward.
         if is_same and all(one.shape == copy.shape for one, copy in zip(live, self._copies)):
             if live:
@@ -283,7 +306,9 @@ def map_carry(carry: Any, change: Callable[[Tensor], Tensor], path: str = "self.
     if isinstance(carry, Mapping):
         return {key: map_carry(value, change, f"{path}[{key!r}]") for key, value in carry.items()}
     if type(carry) in (list, tuple):
-        return type(carry)(map_carry(value, change, f"{path}[{index}]") for index, value in enumerate(carry))
+        return type(carry)(
+            map_carry(value, change, f"{path}[{index}]") for index, value in enumerate(carry)
+        )
     raise TypeError(
         f"Expected self.carry to be of tensors, numbers and None, and of lists, tuples and mappings of them. Received: {path} of type "
         f"{type(carry).__name__}. Put its tensors into a tuple."

@@ -53,10 +53,14 @@ class GradientReduction:
     def _list_parameters(self) -> None:
         groups = self.optimizer.param_groups
         self._group_sizes = [len(group["params"]) for group in groups]
-        self._parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
+        self._parameters: list[nn.Parameter] = [
+            parameter for group in groups for parameter in group["params"]
+        ]
         owned = {id(parameter) for parameter in self._parameters}
         # They get a gradient that is not applied and must not pile up.
-        self._unowned = [p for _, p in self.runner.named_parameters() if p.requires_grad and id(p) not in owned]
+        self._unowned = [
+            p for _, p in self.runner.named_parameters() if p.requires_grad and id(p) not in owned
+        ]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -179,7 +183,9 @@ class GradientReduction:
             trained: `id` of every parameter that the optimizer updates.
         """
         named = self.runner.named_parameters()
-        return [name for name, p in named if p.requires_grad and p.grad is None and id(p) in trained]
+        return [
+            name for name, p in named if p.requires_grad and p.grad is None and id(p) in trained
+        ]
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of each gradient, by name."""
@@ -198,7 +204,9 @@ class DDPReduction(GradientReduction):
         averages: Whose gradients the wrapper leaves to `complete`: those of the criterion's parameters, of the optimizer's, or all.
     """
 
-    def __init__(self, runner: TorchRunner, *, averages: Literal["criterion", "optimizer", "all"]) -> None:
+    def __init__(
+        self, runner: TorchRunner, *, averages: Literal["criterion", "optimizer", "all"]
+    ) -> None:
         super().__init__(runner)
         self.averages = averages
         self.model: Any = runner.model
@@ -262,7 +270,11 @@ class DDPReduction(GradientReduction):
         elif self.averages == "all":
             left = [parameter for _, parameter in runner.named_parameters()]
         else:
-            left = list(runner.criterion.parameters()) if isinstance(runner.criterion, nn.Module) else []
+            left = (
+                list(runner.criterion.parameters())
+                if isinstance(runner.criterion, nn.Module)
+                else []
+            )
         parameters = [parameter for parameter in left if parameter.requires_grad]
         if not parameters or self.domain.size == 1:
             return
@@ -275,7 +287,9 @@ class DDPReduction(GradientReduction):
         for bucket in bucketed([p for p, count in zip(parameters, counts) if count]):
             pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = self.domain.all_reduce(flattened(pieces)) / self.domain.size
-            for parameter, piece, mean in zip(bucket, pieces, torch.split(flat, [piece.numel() for piece in pieces])):
+            for parameter, piece, mean in zip(
+                bucket, pieces, torch.split(flat, [piece.numel() for piece in pieces])
+            ):
                 parameter.grad = mean.view_as(piece).clone()
 
 
@@ -298,11 +312,19 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float | Tensor) -> None
         while left:
             dtype, device, on_host = left[0].dtype, left[0].device, left[0].is_cpu
             # `is_cpu` instead of devices, whose comparison takes four times as long: a process has one accelerator.
-            alike = [gradient for gradient in left if gradient.dtype is dtype and gradient.is_cpu is on_host]
+            alike = [
+                gradient
+                for gradient in left
+                if gradient.dtype is dtype and gradient.is_cpu is on_host
+            ]
             torch._foreach_mul_(alike, factor.to(device=device, dtype=dtype))
             if len(alike) == len(left):
                 break
-            left = [gradient for gradient in left if gradient.dtype is not dtype or gradient.is_cpu is not on_host]
+            left = [
+                gradient
+                for gradient in left
+                if gradient.dtype is not dtype or gradient.is_cpu is not on_host
+            ]
     else:
         torch._foreach_mul_(list(gradients), factor)
 
@@ -315,7 +337,9 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
             model takes longer than the norm.
     """
     if _are_alike(gradients):
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2.0)), 2.0)
+        norm: Tensor = torch.linalg.vector_norm(
+            torch.stack(torch._foreach_norm(list(gradients), 2.0)), 2.0
+        )
     else:
         norm = nn.utils.get_total_norm(gradients)
     # Only gradients that have a graph of their own have a norm with one: without it, entering `no_grad` costs half as much as the norm.

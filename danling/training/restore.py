@@ -24,7 +24,12 @@ _ATTEMPTS_TO_READ = 3
 def check_resume(runner: BaseRunner) -> None:
     """Refuse a `resume` that no rank finds, before a model is moved and a directory is made."""
     source, checkpoints = runner.config.resume, runner.workspace.checkpoints
-    hooks = (runner.restore, runner.load_checkpoint, runner.read_checkpoint, runner.init_checkpoint_manager)
+    hooks = (
+        runner.restore,
+        runner.load_checkpoint,
+        runner.read_checkpoint,
+        runner.init_checkpoint_manager,
+    )
     own = any(not hook.__module__.startswith("danling.") for hook in hooks)
     if not source or "://" in source or runner.config.checkpoint.remote.url or own:
         return
@@ -42,7 +47,10 @@ def check_sources_alike(runner: BaseRunner) -> None:
     if runner.world.size == 1:
         return
     differing = {}
-    for key, hooks in (("resume", ("restore", "load_checkpoint", "read_checkpoint")), ("pretrained", ("restore",))):
+    for key, hooks in (
+        ("resume", ("restore", "load_checkpoint", "read_checkpoint")),
+        ("pretrained", ("restore",)),
+    ):
         source = runner.config.get(key)
         own = any(not getattr(runner, hook).__module__.startswith("danling.") for hook in hooks)
         if not source or "://" in source or own:
@@ -94,6 +102,8 @@ def _load_first(runner: BaseRunner) -> None:
     if config.auto_resume:
         manager.on_main(manager.checkpoints.refuse_lost)
         directory = runner.workspace.checkpoints
-        logger.info("auto_resume: no checkpoint of this run in %s yet; starting from scratch.", directory)
+        logger.info(
+            "auto_resume: no checkpoint of this run in %s yet; starting from scratch.", directory
+        )
     if config.pretrained:
         runner.load_pretrained(config.pretrained)

@@ -37,7 +37,9 @@ class RunResults:
         scored_at: Updates committed at the last record.
     """
 
-    def __init__(self, runner: TorchRunner, session: TrainingSession, schedule: Schedule, reporter: Reporter) -> None:
+    def __init__(
+        self, runner: TorchRunner, session: TrainingSession, schedule: Schedule, reporter: Reporter
+    ) -> None:
         self.open: dict[str, dict[str, float]] = {}
         self.scored_at: int | None = None
         self._runner = runner
@@ -80,10 +82,17 @@ class RunResults:
             waited = standing.evaluations_since_best
             best = "NaN" if runner.best_score is None else f"{runner.best_score:.4g}"
             logger.info(
-                "Stopping early: no better score than %s in %d evaluation%s.", best, waited, "s" * (waited != 1)
+                "Stopping early: no better score than %s in %d evaluation%s.",
+                best,
+                waited,
+                "s" * (waited != 1),
             )
         self.write()
-        ended = runner.progress >= 1 or self._session.data_ended or self._session.stop_reason is not None
+        ended = (
+            runner.progress >= 1
+            or self._session.data_ended
+            or self._session.stop_reason is not None
+        )
         self._reporter.log_result(runner, result, last=ended)
         self._reporter.trackers.release_mark()
 
@@ -99,7 +108,10 @@ class RunResults:
         """Warn where a score is of another number of samples than the one before it, as after a resume with another batch size."""
         before = next(reversed([each for each in board.scores if each != index]), None)
         results = self._runner.results
-        counts = [results.get(each or 0, {}).get(board.split, {}).get("samples") for each in (before, index)]
+        counts = [
+            results.get(each or 0, {}).get(board.split, {}).get("samples")
+            for each in (before, index)
+        ]
         if None not in counts and counts[0] != counts[1] and self._runner.is_main_process:
             logger.warning(
                 "The score %s.%s of step %d is of %.0f samples, that of step %d of %.0f: they are compared all the same. They are those of "
@@ -121,7 +133,11 @@ class RunResults:
         latest = {"index": runner.index, "weights": weights, "result": runner.latest_result}
         best_of_split = (runner.best_result or {}).get(runner.score_split or "", {})
         is_here = runner.best_index is None or runner.best_index != runner.saver.best_elsewhere
-        best: dict[str, Any] = {"index": runner.best_index, "weights": weights, "score": runner.best_score}
+        best: dict[str, Any] = {
+            "index": runner.best_index,
+            "weights": weights,
+            "score": runner.best_score,
+        }
         if "samples" in best_of_split:
             best["samples"] = best_of_split["samples"]
         best |= {"result": runner.best_result, "checkpoint_is_here": is_here}

@@ -99,7 +99,9 @@ class RunState:
     @property
     def excluded(self) -> ExcludedFromLoading:
         """Parts of a checkpoint that are not loaded: of the one that is being loaded within `loading`."""
-        return ExcludedFromLoading(self._runner.config.checkpoint.exclude_from_loading).without(self._loaded_since)
+        return ExcludedFromLoading(self._runner.config.checkpoint.exclude_from_loading).without(
+            self._loaded_since
+        )
 
     def loaded_since(self, payload: Mapping[str, Any]) -> Collection[str]:
         """Return the excluded parts that are loaded all the same: the run of a checkpoint left them out when it began, and trained since.
@@ -115,7 +117,9 @@ class RunState:
         now = runner.config.plain()
         usual = runner.config.completed({}).keys()
         # The sections in which the configuration differs from that of the checkpoint; a changed budget counts too.
-        changed = {line.partition(":")[0].partition(".")[0] for line in runner.config_differences(payload)}
+        changed = {
+            line.partition(":")[0].partition(".")[0] for line in runner.config_differences(payload)
+        }
         changed |= {key for key in ("steps", "epochs") if stored.get(key) != now.get(key)}
         if any(name in {*stored, *now} and name not in usual for name in changed):
             changed.add(USERS_OWN)
@@ -152,7 +156,10 @@ class RunState:
         """
         states = dict(others or {})
         for part in _by_name(self._runner.component_parts()).values():
-            if part.name not in {*states, *self._saved_elsewhere} and (state := part.get()) is not None:
+            if (
+                part.name not in {*states, *self._saved_elsewhere}
+                and (state := part.get()) is not None
+            ):
                 states[part.name] = state
         return states
 
@@ -169,7 +176,11 @@ class RunState:
 
     def names(self) -> list[str]:
         """Return the names of the components that a full checkpoint of this run cannot lack."""
-        return [part.name for part in _by_name(self._runner.component_parts()).values() if part.default is None]
+        return [
+            part.name
+            for part in _by_name(self._runner.component_parts()).values()
+            if part.default is None
+        ]
 
     def progress(self, *, alone: bool = False) -> dict[str, Any]:
         """Return the entry `state`. Called on all ranks.
@@ -180,7 +191,11 @@ class RunState:
         parts = _by_name(self._runner.progress_parts())
         found = {name: part.read(alone=alone) for name, part in parts.items()}
         # A class of the user's may have added entries.
-        added = {name: value for name, value in self._runner.state.state_dict().items() if name not in parts}
+        added = {
+            name: value
+            for name, value in self._runner.state.state_dict().items()
+            if name not in parts
+        }
         return {**found, **added}
 
     def load_progress(self, state: Mapping[str, object]) -> None:
@@ -189,7 +204,9 @@ class RunState:
         for part, stored in _stored(parts, state):
             with restoring(part.name, part.name):
                 part.set(stored, frozenset())
-        self._runner.state.load_state_dict({name: value for name, value in state.items() if name not in parts})
+        self._runner.state.load_state_dict(
+            {name: value for name, value in state.items() if name not in parts}
+        )
 
 
 def _by_name(parts: Iterable[StatePart]) -> dict[str, StatePart]:
@@ -197,7 +214,9 @@ def _by_name(parts: Iterable[StatePart]) -> dict[str, StatePart]:
     return {part.name: part for part in parts}
 
 
-def _stored(parts: Mapping[str, StatePart], states: Mapping[str, object]) -> Iterator[tuple[StatePart, Any]]:
+def _stored(
+    parts: Mapping[str, StatePart], states: Mapping[str, object]
+) -> Iterator[tuple[StatePart, Any]]:
     """Yield the parts that the states have, or that have a default, each with the state to restore."""
     for name, part in parts.items():
         if name in states:
@@ -227,22 +246,38 @@ def component_parts(runner: TorchRunner, frozen: FrozenWeights) -> list[StatePar
 
     def load_optimizer(state: Mapping[str, object], excluded: Collection[str]) -> None:
         if "optimizer.state" in excluded:
-            state = {"state": {}, **{key: value for key, value in state.items() if key not in (SHARED, OWN)}}
+            state = {
+                "state": {},
+                **{key: value for key, value in state.items() if key not in (SHARED, OWN)},
+            }
         if "optimizer.param_groups" in excluded:
             state = {**state, "param_groups": runner.optimizer_state_dict()["param_groups"]}
         runner.load_optimizer(state)
 
     def load_scheduler(state: Mapping[str, object], excluded: Collection[str]) -> None:
-        kept = runner.scheduler.state_dict() if any(path.startswith("scheduler.") for path in excluded) else {}
+        kept = (
+            runner.scheduler.state_dict()
+            if any(path.startswith("scheduler.") for path in excluded)
+            else {}
+        )
         runner.load_scheduler({**kept, **state})
 
     parts = [
-        StatePart("frozen", lambda: frozen.identity() if frozen.leaves_out() else None, frozen.check, default=dict),
+        StatePart(
+            "frozen",
+            lambda: frozen.identity() if frozen.leaves_out() else None,
+            frozen.check,
+            default=dict,
+        ),
         StatePart("model", lambda: frozen.saved(runner.model_state_dict()), load_model),
     ]
     criterion = runner.criterion
     if isinstance(criterion, nn.Module) and criterion.state_dict():
-        parts.append(StatePart("criterion", criterion.state_dict, lambda state, _: criterion.load_state_dict(state)))
+        parts.append(
+            StatePart(
+                "criterion", criterion.state_dict, lambda state, _: criterion.load_state_dict(state)
+            )
+        )
     if runner.ema is not None:
         parts.append(StatePart("ema", averages, load_averages))
     if runner.optimizer is not None:
@@ -285,7 +320,11 @@ def run_parts(runner: BaseRunner, data: RunData, trackers: TrackerSet) -> list[S
         trackers.resume_from(None if stored is None else FileMark(*map(int, stored)))
 
     return [
-        StatePart("train", lambda: asdict(runner.state.train), lambda stored, _: runner.state.train.load(stored)),
+        StatePart(
+            "train",
+            lambda: asdict(runner.state.train),
+            lambda stored, _: runner.state.train.load(stored),
+        ),
         StatePart("elastic", attempts, load_attempts, default=dict),
         # Only saved: a run continues with the seed of its configuration.
         StatePart("rng", lambda: asdict(runner.state.rng), lambda stored, _: None),
@@ -328,7 +367,10 @@ def progress_parts(
         return {**asdict(runner.state.train), "weight_reference": runner.window.agreed_reference}
 
     def meters() -> dict[str, list[float]]:
-        return {name: list(pair) for name, pair in runner.meters.totals(runner.placement.metrics).items()}
+        return {
+            name: list(pair)
+            for name, pair in runner.meters.totals(runner.placement.metrics).items()
+        }
 
     # What a replica group has summed up or carries is its own: a group that heals begins with none.
     found = [
@@ -343,7 +385,9 @@ def progress_parts(
         def metrics() -> Any:
             return train_metrics.state_dict(runner.placement.metrics)
 
-        found.append(StatePart("train_metrics", metrics, load_sums(train_metrics), default=dict, alone=dict))
+        found.append(
+            StatePart("train_metrics", metrics, load_sums(train_metrics), default=dict, alone=dict)
+        )
 
     def load_carry(stored: Mapping[str, Any] | None, _: Collection[str]) -> None:
         _load_carry(runner, stored)
@@ -351,7 +395,13 @@ def progress_parts(
     found += [
         # After the metrics of training, whose restore resets them.
         _attributes_part(runner, evaluated, train_metrics),
-        StatePart("carry", lambda: carry_of_all(runner), load_carry, default=lambda: None, alone=lambda: None),
+        StatePart(
+            "carry",
+            lambda: carry_of_all(runner),
+            load_carry,
+            default=lambda: None,
+            alone=lambda: None,
+        ),
         stateful("losses", losses, resets=True),
         stateful("scores", runner.standing.board),
         stateful("scaler", runner.precision.scaler),
@@ -362,7 +412,9 @@ def progress_parts(
     return found
 
 
-def _attributes_part(runner: TorchRunner, evaluated: MetricSet, trained: TrainMetrics | None) -> StatePart:
+def _attributes_part(
+    runner: TorchRunner, evaluated: MetricSet, trained: TrainMetrics | None
+) -> StatePart:
     """Return what metrics keep in attributes, beyond what an evaluation or a pass resets."""
     sets: dict[str, MetricSet | TrainMetrics] = {"evaluation": evaluated}
     if trained is not None:
@@ -386,7 +438,9 @@ def _attributes_part(runner: TorchRunner, evaluated: MetricSet, trained: TrainMe
 
 def carry_of_all(runner: TorchRunner) -> dict[str, Any] | None:
     """Return what each rank carries, on the CPU; `None` where none carries anything. Called on all ranks."""
-    ranks = runner.world.gather_objects(map_carry(runner.carry, lambda tensor: tensor.detach().cpu()))
+    ranks = runner.world.gather_objects(
+        map_carry(runner.carry, lambda tensor: tensor.detach().cpu())
+    )
     if all(each is None for each in ranks):
         return None
     return {"replicas": runner.placement.data_replicas, "ranks": ranks}
@@ -398,8 +452,13 @@ def _load_carry(runner: TorchRunner, stored: Mapping[str, Any] | None) -> None:
     if stored is None:
         return
     sources = [runner.source(split) for split in runner.train_splits]
-    if stored["replicas"] == runner.placement.data_replicas and len(stored["ranks"]) == runner.world_size:
-        runner.carry = map_carry(stored["ranks"][runner.rank], lambda tensor: tensor.to(runner.device))
+    if (
+        stored["replicas"] == runner.placement.data_replicas
+        and len(stored["ranks"]) == runner.world_size
+    ):
+        runner.carry = map_carry(
+            stored["ranks"][runner.rank], lambda tensor: tensor.to(runner.device)
+        )
     elif any(source.consumed and source.remaining_batches() != 0 for source in sources):
         raise CheckpointMismatch(
             f"Expected {len(stored['ranks'])} ranks, {stored['replicas']} of which read different data: each has its own self.carry in "
@@ -412,7 +471,11 @@ def _load_carry(runner: TorchRunner, stored: Mapping[str, Any] | None) -> None:
 
 
 def loader_states(
-    runner: BaseRunner, sources: Mapping[str, BatchSource], named_changes: set[str], *, read_only: bool = True
+    runner: BaseRunner,
+    sources: Mapping[str, BatchSource],
+    named_changes: set[str],
+    *,
+    read_only: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Return the saved state of the loaders of some splits. Called on all ranks.
 
@@ -427,7 +490,12 @@ def loader_states(
         for split, source in sources.items()
         if source.is_rank_local and (source.reads or not read_only)
     }
-    changes = [sentence for source in sources.values() if source.reads for sentence in source.unsaved_changes()]
+    changes = [
+        sentence
+        for source in sources.values()
+        if source.reads
+        for sentence in source.unsaved_changes()
+    ]
     gathered = runner.world.gather_objects((runner.data_domain.rank, own, changes))[::-1]
     for sentence in dict.fromkeys(sentence for *_, found in gathered for sentence in found):
         if runner.is_main_process and sentence not in named_changes:
@@ -438,14 +506,20 @@ def loader_states(
         if source.is_rank_local:
             # In reverse order above: of several ranks that read the same data, the state of the first one is kept.
             found[split] = {
-                "ranks": {str(replica): states[split] for replica, states, _ in gathered if split in states}
+                "ranks": {
+                    str(replica): states[split]
+                    for replica, states, _ in gathered
+                    if split in states
+                }
             }
         else:
             found[split] = source.state_dict()
     return found
 
 
-def restore_positions(runner: BaseRunner, data: RunData, states: Mapping[str, Mapping[str, object] | None]) -> None:
+def restore_positions(
+    runner: BaseRunner, data: RunData, states: Mapping[str, Mapping[str, object] | None]
+) -> None:
     """Restore the positions of this rank in the loaders of the splits to train on."""
     for split in runner.train_splits:
         if split not in states:
@@ -459,7 +533,9 @@ def restore_positions(runner: BaseRunner, data: RunData, states: Mapping[str, Ma
             data.restore(split, own)
 
 
-def share_of_rank(runner: BaseRunner, split: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def share_of_rank(
+    runner: BaseRunner, split: str, state: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
     """Return this rank's share of the state of a loader; `None` where the loader is to start from its beginning."""
     if "ranks" not in state:
         return state
@@ -468,9 +544,13 @@ def share_of_rank(runner: BaseRunner, split: str, state: Mapping[str, Any]) -> M
     if len(ranks) == domain.size:
         own: Mapping[str, Any] = ranks[str(domain.rank)]
         return own
-    received = f"the loader of split {split!r} keeps its own state on each of {len(ranks)} data replicas"
+    received = (
+        f"the loader of split {split!r} keeps its own state on each of {len(ranks)} data replicas"
+    )
     if runner.config.parallel.allow_degree_change:
-        logger.warning("%s, and there are %d now: the loader starts from its beginning.", received, domain.size)
+        logger.warning(
+            "%s, and there are %d now: the loader starts from its beginning.", received, domain.size
+        )
         return None
     raise CheckpointMismatch(
         f"Expected {len(ranks)} data replicas: {received}, which cannot be redivided. Received: {domain.size}. Let "
@@ -481,7 +561,9 @@ def share_of_rank(runner: BaseRunner, split: str, state: Mapping[str, Any]) -> M
 # Which checkpoints are refused
 
 
-def check_complete(payload: Mapping[str, object], excluded: Collection[str], needed: Iterable[str]) -> None:
+def check_complete(
+    payload: Mapping[str, object], excluded: Collection[str], needed: Iterable[str]
+) -> None:
     """Refuse a payload that lacks a component which this run has."""
     missing = [name for name in needed if name not in payload and name not in excluded]
     if missing:
@@ -494,7 +576,9 @@ def check_complete(payload: Mapping[str, object], excluded: Collection[str], nee
 def check_payload(payload: object, what: str) -> None:
     """Refuse what a hook returned in the place of a payload."""
     if not isinstance(payload, Mapping):
-        raise ValueError(f"Expected {what}, a mapping. Received: {payload!r}. Return that of super().")
+        raise ValueError(
+            f"Expected {what}, a mapping. Received: {payload!r}. Return that of super()."
+        )
 
 
 def check_given(payload: Mapping[str, object], excluded: ExcludedFromLoading) -> None:
@@ -534,7 +618,9 @@ def _differences_of_passes(runner: BaseRunner, stored: Mapping[str, object]) -> 
     for split in runner.train_splits:
         loader, state = runner.dataloaders.get(split), stored.get(split) or {}
         if not isinstance(state, Mapping):
-            raise CheckpointDamaged(f"Expected a mapping as dataloaders.{split}. Received: {type(state).__name__}.")
+            raise CheckpointDamaged(
+                f"Expected a mapping as dataloaders.{split}. Received: {type(state).__name__}."
+            )
         before = state.get("end")
         if before is None or not isinstance(loader, DataLoader):
             continue
@@ -547,7 +633,9 @@ def _differences_of_passes(runner: BaseRunner, stored: Mapping[str, object]) -> 
     return lines
 
 
-def log_exclusions(excluded: ExcludedFromLoading, loaded_since: Collection[str], *, was_named: bool) -> None:
+def log_exclusions(
+    excluded: ExcludedFromLoading, loaded_since: Collection[str], *, was_named: bool
+) -> None:
     """Log which parts are not loaded, and which entries of `checkpoint.exclude_from_loading` do not count."""
     if loaded_since:
         level = logging.WARNING if was_named else logging.INFO
@@ -558,7 +646,10 @@ def log_exclusions(excluded: ExcludedFromLoading, loaded_since: Collection[str],
             ", ".join(loaded_since),
         )
     if excluded.entries:
-        logger.info("Left out, as checkpoint.exclude_from_loading asks for: %s.", ", ".join(excluded.entries))
+        logger.info(
+            "Left out, as checkpoint.exclude_from_loading asks for: %s.",
+            ", ".join(excluded.entries),
+        )
 
 
 def log_changes_since(payload: Mapping[str, Any]) -> None:

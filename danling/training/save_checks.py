@@ -39,7 +39,11 @@ class FiniteWeights:
         runner, domain = self._runner, self._runner.placement.optimizer
         held = {name: (p, runner.preparation.held(p)) for name, p in runner.named_parameters()}
         bad = _not_finite({name: local for name, (p, local) in held.items() if p.requires_grad})
-        frozen = {name: local for name, (p, local) in held.items() if not p.requires_grad and id(p) not in self._seen}
+        frozen = {
+            name: local
+            for name, (p, local) in held.items()
+            if not p.requires_grad and id(p) not in self._seen
+        }
         self._seen.update(id(p) for p, _ in held.values() if not p.requires_grad)
         for name in _not_finite(frozen)[:1]:
             logger.warning(
@@ -77,8 +81,13 @@ class ExtraStates:
         if domain.size == 1 or self._runner.preparation.in_pipeline:
             return
         mine = {}
-        for root, owner in (("model", self._runner.unwrapped_model), ("criterion", self._runner.criterion)):
-            for name, module in owner.named_modules(prefix=root) if isinstance(owner, nn.Module) else ():
+        for root, owner in (
+            ("model", self._runner.unwrapped_model),
+            ("criterion", self._runner.criterion),
+        ):
+            for name, module in (
+                owner.named_modules(prefix=root) if isinstance(owner, nn.Module) else ()
+            ):
                 if type(module).get_extra_state is not nn.Module.get_extra_state:
                     digest = hashlib.sha1(usedforsecurity=False)
                     _feed(digest, module.get_extra_state())
@@ -89,7 +98,11 @@ class ExtraStates:
         for of_rank in found:
             for name, digest_of_rank in of_rank.items():
                 digests[name].add(digest_of_rank)
-        names = [name for name, different in digests.items() if len(different) > 1 and name not in self._named]
+        names = [
+            name
+            for name, different in digests.items()
+            if len(different) > 1 and name not in self._named
+        ]
         self._named.update(names)
         if names and domain.rank == 0:
             logger.warning(
@@ -111,7 +124,8 @@ def _feed(digest: Any, value: object) -> None:
     if _is_plain_tensor(value):
         held = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(
-            f"{held.dtype} {tuple(held.shape)}".encode() + held.reshape(-1).view(torch.uint8).numpy().tobytes()
+            f"{held.dtype} {tuple(held.shape)}".encode()
+            + held.reshape(-1).view(torch.uint8).numpy().tobytes()
         )
     elif isinstance(value, Mapping):
         digest.update(f"mapping of {len(value)}:".encode())
@@ -130,10 +144,18 @@ def _feed(digest: Any, value: object) -> None:
 @torch.no_grad()
 def _not_finite(weights: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors with NaN or infinity."""
-    known = {name: tensor for name, tensor in weights.items() if tensor.numel() and not tensor.is_meta}
+    known = {
+        name: tensor for name, tensor in weights.items() if tensor.numel() and not tensor.is_meta
+    }
     wide = {name: tensor for name, tensor in known.items() if tensor.dtype.itemsize > 1}
-    narrow = [name for name, tensor in known.items() if tensor.is_floating_point() and name not in wide]
-    wide = {name: tensor for name, tensor in wide.items() if tensor.is_floating_point() or tensor.is_complex()}
+    narrow = [
+        name for name, tensor in known.items() if tensor.is_floating_point() and name not in wide
+    ]
+    wide = {
+        name: tensor
+        for name, tensor in wide.items()
+        if tensor.is_floating_point() or tensor.is_complex()
+    }
     suspects = list(narrow)
     if wide:
         # One pass, which reads each weight once. A norm may also overflow.
@@ -158,6 +180,8 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 def _norm(tensor: Tensor) -> Tensor:
     is_plain = type(tensor) in (Tensor, nn.Parameter)
-    values: Tensor = tensor if is_plain or not hasattr(tensor, "dequantize") else tensor.dequantize()
+    values: Tensor = (
+        tensor if is_plain or not hasattr(tensor, "dequantize") else tensor.dequantize()
+    )
     found: Tensor = torch.linalg.vector_norm(values)
     return found

@@ -95,7 +95,11 @@ class RunSaver:
                 step, epoch = self.at
                 if self._writes():
                     runner.checkpoint_manager.save_checkpoint(
-                        runner.checkpoint_state(), epoch=epoch, global_step=step, history=history, best=best
+                        runner.checkpoint_state(),
+                        epoch=epoch,
+                        global_step=step,
+                        history=history,
+                        best=best,
                     )
                 else:
                     # A save broadcasts the buffers within its group. Groups that do not save do it too: all continue with equal ones.
@@ -188,7 +192,9 @@ class RunSaver:
             try:
                 is_saved = save()
             except Exception:
-                logger.exception("%s, and what was trained could not be saved; the failure follows.", what)
+                logger.exception(
+                    "%s, and what was trained could not be saved; the failure follows.", what
+                )
             else:
                 level = logging.ERROR
                 then = "What was trained since the last checkpoint is lost: it takes all ranks to save it."
@@ -243,7 +249,9 @@ def _cast(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     return weight if dtype is None or not weight.is_floating_point() else weight.to(dtype)
 
 
-def index_of_best_elsewhere(runner: BaseRunner, source: object, stores: RemoteStores | None) -> int | None:
+def index_of_best_elsewhere(
+    runner: BaseRunner, source: object, stores: RemoteStores | None
+) -> int | None:
     """Return the epoch or update of the best score, and log it, if its checkpoint is not in the directory of this run.
 
     It is then next to the checkpoint that was loaded.

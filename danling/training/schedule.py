@@ -85,7 +85,10 @@ class Schedule:
 
     def check(self, who: str) -> None:
         """Refuse a schedule that was advanced since the update began; `who` did it."""
-        if self._at is not None and getattr(self._runner.scheduler, "last_epoch", self._at) != self._at:
+        if (
+            self._at is not None
+            and getattr(self._runner.scheduler, "last_epoch", self._at) != self._at
+        ):
             raise self._advanced_by(who, self._at)
 
     def _advanced_by(self, who: str, before: int) -> ValueError:
@@ -154,7 +157,9 @@ class Schedule:
     def check_metrics(self, metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Refuse the metrics of an evaluation without the one that the schedule follows."""
         runner = self._runner
-        by_metric = runner.scheduler is not None and not self.by_update and needs_metric(runner.scheduler)
+        by_metric = (
+            runner.scheduler is not None and not self.by_update and needs_metric(runner.scheduler)
+        )
         if by_metric and (monitor_of(runner) or not runner.standing.own):
             self._metric(metrics)
 
@@ -166,7 +171,9 @@ class Schedule:
         path = path or score_path(runner)
         split, _, name = path.partition(".")
         if name not in metrics.get(split, {}):
-            present = [f"{key}.{metric}" for key, of_split in metrics.items() for metric in of_split]
+            present = [
+                f"{key}.{metric}" for key, of_split in metrics.items() for metric in of_split
+            ]
             raise ValueError(
                 f"Expected scheduler.monitor to name one of {present}. Received: scheduler.monitor={path!r}."
             )

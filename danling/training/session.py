@@ -245,7 +245,9 @@ class TrainingSession:
         finally:
             self.observers.notify("save_ended")
 
-    def between_batches(self, split: str, batches: Iterator[_T], *, sync: StepSync, domain: Domain) -> Iterator[_T]:
+    def between_batches(
+        self, split: str, batches: Iterator[_T], *, sync: StepSync, domain: Domain
+    ) -> Iterator[_T]:
         """Yield the batches of an evaluation; in a training, all ranks of a domain agree before each one whether to continue.
 
         A rank whose batches have come to their end goes on voting until those of all ranks have. When one was asked to stop, all of them
@@ -295,7 +297,9 @@ class TrainingSession:
         """Apply a signal that came after the last boundary, as in the last save, and return how the training ended."""
         received = self.signals.request if self.signals is not None else None
         late = agree(domain, () if received is None else (received,))
-        self.stop_reason = next((name for name in BY_SIGNAL if name in {*late, self.stop_reason}), self.stop_reason)
+        self.stop_reason = next(
+            (name for name in BY_SIGNAL if name in {*late, self.stop_reason}), self.stop_reason
+        )
         return ENDINGS.get(str(self.stop_reason), "Finished")
 
     def exit_if_signalled(self, step: int, *, saved: bool = True) -> None:
@@ -312,7 +316,11 @@ class TrainingSession:
 
     def redeliver_signal(self) -> None:
         """Send this process once more a signal that came too late to be applied, now that the program's own handlers are back."""
-        if self.signals is not None and self.signals.received is not None and self.stop_reason not in BY_SIGNAL:
+        if (
+            self.signals is not None
+            and self.signals.received is not None
+            and self.stop_reason not in BY_SIGNAL
+        ):
             signal.raise_signal(self.signals.received)
 
 

@@ -30,15 +30,24 @@ def with_tied_names(model: nn.Module, weights: Mapping[str, object]) -> dict[str
         if given is not None:
             completed.update({name: weights[given] for name in names if name not in weights})
     persistent = {canonical_name(name) for name in model.state_dict()}
-    return {name: value for name, value in completed.items() if name in weights or name in persistent}
+    return {
+        name: value for name, value in completed.items() if name in weights or name in persistent
+    }
 
 
 def untied(model: nn.Module, weights: Mapping[str, object]) -> list[str]:
     """Return a sentence for each weight that the model ties and the loaded weights do not, or the other way round."""
-    tied, shared = defaultdict[int, list[str]](list), defaultdict[tuple[int, object], list[str]](list)
+    tied, shared = (
+        defaultdict[int, list[str]](list),
+        defaultdict[tuple[int, object], list[str]](list),
+    )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied[id(parameter)].append(canonical_name(name))
-    loaded = {name: value for name, value in weights.items() if isinstance(value, Tensor) and type(value) is Tensor}
+    loaded = {
+        name: value
+        for name, value in weights.items()
+        if isinstance(value, Tensor) and type(value) is Tensor
+    }
     for name, value in loaded.items():
         if value.numel():
             shared[value.data_ptr(), value.shape].append(name)

@@ -63,7 +63,9 @@ class UnsavedChanges(Observer):
             )
         if runner.stack == "deepspeed":
             return  # its checkpoints have all that its engine holds
-        names = self._new([name for optimizer in _members(runner.optimizer) for name in _lost_states(optimizer)])
+        names = self._new(
+            [name for optimizer in _members(runner.optimizer) for name in _lost_states(optimizer)]
+        )
         if names and runner.is_main_process:
             logger.warning(
                 "The state of %s is not in the state_dict of the optimizer that it belongs to, so no checkpoint contains it: a resumed run "
@@ -81,11 +83,17 @@ class UnsavedChanges(Observer):
         components: list[tuple[str, Any, type[Any]]] = [
             (path, module, nn.Module) for path, module in modules_of(self._runner)
         ]
-        components += [("optimizer", optimizer, Optimizer) for optimizer in _members(self._runner.optimizer)]
+        components += [
+            ("optimizer", optimizer, Optimizer) for optimizer in _members(self._runner.optimizer)
+        ]
         values: dict[str, object] = {}
         for path, component, base in components:
             kind = type(component)
-            if [name for name in _STATE_METHODS if getattr(kind, name, None) is not getattr(base, name, None)]:
+            if [
+                name
+                for name in _STATE_METHODS
+                if getattr(kind, name, None) is not getattr(base, name, None)
+            ]:
                 continue
             # A flag of an optimizer says that it has begun, such as `initialized` of those of bitsandbytes, or in which mode it is.
             kinds = _NUMBERS[1:] if base is Optimizer else _NUMBERS
@@ -97,7 +105,9 @@ class UnsavedChanges(Observer):
 
 def _is_same(before: object, value: object) -> bool:
     # NaN is not equal to itself.
-    return type(before) is type(value) and (before == value or (before != before and value != value))
+    return type(before) is type(value) and (
+        before == value or (before != before and value != value)
+    )
 
 
 def _members(optimizer: Any) -> list[Any]:

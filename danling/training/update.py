@@ -107,7 +107,9 @@ class UpdateStep:
         self.recompute = recompute
         self.skipped = skipped
         self.sync = StepSync(
-            placement.optimizer, runner.device, reports=(placement.counts_loss, placement.counts_samples)
+            placement.optimizer,
+            runner.device,
+            reports=(placement.counts_loss, placement.counts_samples),
         )
         self.sync.extra_reductions.extend(runner.preparation.extra_reductions)
         self.norms: GradientNorms | None = None
@@ -151,7 +153,9 @@ class UpdateStep:
 
     # Forward and backward
 
-    def run_window(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
+    def run_window(
+        self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]
+    ) -> bool:
         """Run forward and backward of one update; the last micro-batch, which reduces the gradient, is known when it is run."""
         runner, window = self._runner, self._runner.window
         size, agreement = self._data.accum_steps(), self._agreement
@@ -163,14 +167,20 @@ class UpdateStep:
             consumed.append(batch)
             closes = len(consumed) == size if batch.closes is None else batch.closes
             upcoming = None if closes else next(batches, None)
-            if not closes and agreement.collective_forward and not agreement.all_have(source, upcoming):
+            if (
+                not closes
+                and agreement.collective_forward
+                and not agreement.all_have(source, upcoming)
+            ):
                 upcoming = None
             window.reduces = upcoming is None and not self.reduces_later
             run(batch, runner.train_step)
             batch = upcoming
         return True
 
-    def run_window_that_fits(self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]) -> bool:
+    def run_window_that_fits(
+        self, source: BatchSource, batches: Iterator[Batch], consumed: list[Batch]
+    ) -> bool:
         """Run forward and backward of one update; `False` where memory ran out, and smaller micro-batches are to come.
 
         Forward and backward must not communicate: a rank that ran out would leave the others waiting. Afterwards the ranks agree in one
@@ -197,7 +207,9 @@ class UpdateStep:
                 raise
             failed = True
         # Not in the `except` block: the traceback would keep the tensors of the forward alive.
-        failures = runner.placement.optimizer.all_reduce(torch.tensor(float(failed), dtype=torch.float64), "max")
+        failures = runner.placement.optimizer.all_reduce(
+            torch.tensor(float(failed), dtype=torch.float64), "max"
+        )
         if not failures.item():
             return True
         take_back()
@@ -300,7 +312,9 @@ class UpdateStep:
             criterion = runner.criterion if self._phases is None else None
             handles += [
                 parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-                for parameter in (criterion.parameters() if isinstance(criterion, nn.Module) else ())
+                for parameter in (
+                    criterion.parameters() if isinstance(criterion, nn.Module) else ()
+                )
                 if parameter.requires_grad
             ]
         try:
@@ -357,7 +371,10 @@ class UpdateStep:
             # The update is made again with the same batches, and the requests with it.
             session.request(*requests)
             return outcome
-        self._conclude(outcome, steps_schedule=of_phases is None or not isinstance(runner.scheduler, JointScheduler))
+        self._conclude(
+            outcome,
+            steps_schedule=of_phases is None or not isinstance(runner.scheduler, JointScheduler),
+        )
         # Here and not after `step`, since an override of it may save.
         self.end_batches()
         if requests:
@@ -395,7 +412,9 @@ class UpdateStep:
                 "such as buffers, meters and attributes, %s.%s To continue exactly, construct the runner again with auto_resume=true.",
                 runner.state.train.global_step + 1,
                 "is put back as after a skipped update" if is_put_back else "stays",
-                " Its optimizer has stepped already: the weights move a second time." if self._keys.has_stepped else "",
+                " Its optimizer has stepped already: the weights move a second time."
+                if self._keys.has_stepped
+                else "",
             )
 
     def warn_of_open(self) -> None:
@@ -426,7 +445,9 @@ class UpdateStep:
         """Return the sums of a window over all ranks: the one collective of an update."""
         requests = self._session.local_requests()
         try:
-            return self.sync.reduce(StepTotals(window.weight, window.loss, window.samples, window.nonfinite, requests))
+            return self.sync.reduce(
+                StepTotals(window.weight, window.loss, window.samples, window.nonfinite, requests)
+            )
         except MembershipChanged:
             self._session.request(*requests)  # no other rank has received them
             raise
@@ -443,7 +464,12 @@ class UpdateStep:
         if agreed is None:
             return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED), totals.requests
         gradients = runner.unscale_gradients(agreed)
-        if not gradients and self._own_backward and runner.reduction.parameters and float(agreed.weight):
+        if (
+            not gradients
+            and self._own_backward
+            and runner.reduction.parameters
+            and float(agreed.weight)
+        ):
             raise ValueError(
                 "Expected `backward` to leave a gradient on the parameters. Received: none on any. Call super().backward(loss) in it, or "
                 "loss.backward()."
@@ -473,7 +499,9 @@ class UpdateStep:
             # It has looked at a gradient of zero, which shows nothing about its scale: keep the scale.
             scaler.update(scaler.get_scale())
         window.reset()
-        outcome = UpdateOutcome(reason is None, agreed.weight, agreed.loss, agreed.samples, grad_norm, reason)
+        outcome = UpdateOutcome(
+            reason is None, agreed.weight, agreed.loss, agreed.samples, grad_norm, reason
+        )
         return outcome, agreed.requests
 
     def _reason_to_skip(self, totals: StepTotals, grad_norm: Tensor, step: int) -> str | None:
@@ -491,7 +519,9 @@ class UpdateStep:
             checks = _checks_on_device(totals, grad_norm)
             if not self.skipped.may_skip:
                 self._check_before(step)
-                self._unchecked.append(_Unchecked(step, HostCopy(checks), window.nonfinite, self._given_batches()))
+                self._unchecked.append(
+                    _Unchecked(step, HostCopy(checks), window.nonfinite, self._given_batches())
+                )
                 return None
             # The second check is there where only the device knows the weight.
             finite, *weighs = checks.tolist()
@@ -506,7 +536,11 @@ class UpdateStep:
             if bad_sample:
                 logger.warning("The data of update %d has %s.", step, bad_sample)
             return "nonfinite"
-        gradients = [name for name, g in runner.reduction.named_gradients() if not local_part(g).isfinite().all()]
+        gradients = [
+            name
+            for name, g in runner.reduction.named_gradients()
+            if not local_part(g).isfinite().all()
+        ]
         raise self._nonfinite_error(step, window.nonfinite, gradients[:5], self._given_batches())
 
     def _given_batches(self) -> GivenBatches:
@@ -527,7 +561,9 @@ class UpdateStep:
             if not finite:
                 self._unchecked.clear()
                 # Without names of gradients, since those of that update have been dropped.
-                raise self._nonfinite_error(unchecked.step, unchecked.nonfinite, None, unchecked.given)
+                raise self._nonfinite_error(
+                    unchecked.step, unchecked.nonfinite, None, unchecked.given
+                )
             if weighs == [False] and not self._has_warned_of_weightless:
                 self._has_warned_of_weightless = True
                 logger.warning(
@@ -546,7 +582,9 @@ class UpdateStep:
         where = f"gradients that are not finite for {names or 'no parameter'}"
         if gradients is None:
             where = "gradients that have been dropped since"
-        samples = [f"{sample} on rank {rank}" for rank, (_, _, sample) in enumerate(found) if sample]
+        samples = [
+            f"{sample} on rank {rank}" for rank, (_, _, sample) in enumerate(found) if sample
+        ]
         fix = "Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
         if samples:
             fix = f"The data has {'; '.join(samples[:3])}. Look at that first. If the value is meant: {fix[0].lower()}{fix[1:]}"
@@ -554,10 +592,10 @@ class UpdateStep:
             fix = f"The data of the update is finite. {fix}"
         received = f"a loss that is not finite on ranks {ranks}, and {where}"
         if gradients is not None and not ranks and not names:
-            received = (
-                "a norm of the gradient that is not finite, since the squares of its elements are too large to add up"
-            )
-        return NonFiniteError(f"Expected a finite loss and gradient at step {step}. Received: {received}. {fix}")
+            received = "a norm of the gradient that is not finite, since the squares of its elements are too large to add up"
+        return NonFiniteError(
+            f"Expected a finite loss and gradient at step {step}. Received: {received}. {fix}"
+        )
 
     def _conclude(self, outcome: UpdateOutcome, *, steps_schedule: bool) -> None:
         """Advance everything that moves with an update, or nothing."""
@@ -568,7 +606,9 @@ class UpdateStep:
         else:
             # Read when a line is logged or a checkpoint is made; every update would wait for the device.
             counted = self._samples_on_device
-            self._samples_on_device = outcome.samples if counted is None else counted + outcome.samples
+            self._samples_on_device = (
+                outcome.samples if counted is None else counted + outcome.samples
+            )
         if outcome.committed:
             train.global_step += 1
             train.consecutive_skips = 0
@@ -589,7 +629,10 @@ class UpdateStep:
 
     def warn_of_skip(self, whose: str, skips: int, reason: str | None) -> None:
         """Log a skipped update, and end the training after too many in a row. `whose` is text that names one of several optimizers."""
-        step, limit = self._runner.state.train.global_step + 1, self._runner.config.max_skipped_updates
+        step, limit = (
+            self._runner.state.train.global_step + 1,
+            self._runner.config.max_skipped_updates,
+        )
         logger.warning("Update %d%s was skipped (%s).", step, whose, reason)
         if limit is not None and skips > limit:
             raise NonFiniteError(

@@ -25,8 +25,17 @@ if TYPE_CHECKING:
 _FUNCTIONS = {id(value): value for value in vars(functional).values() if callable(value)}
 _OPTIMIZERS = frozenset(value for value in vars(optim).values() if isinstance(value, type))
 _SCHEDULERS = frozenset(
-    {lr_scheduler.ConstantLR, lr_scheduler.CosineAnnealingLR, lr_scheduler.CosineAnnealingWarmRestarts}
-    | {lr_scheduler.ExponentialLR, lr_scheduler.LinearLR, lr_scheduler.MultiStepLR, lr_scheduler.OneCycleLR}
+    {
+        lr_scheduler.ConstantLR,
+        lr_scheduler.CosineAnnealingLR,
+        lr_scheduler.CosineAnnealingWarmRestarts,
+    }
+    | {
+        lr_scheduler.ExponentialLR,
+        lr_scheduler.LinearLR,
+        lr_scheduler.MultiStepLR,
+        lr_scheduler.OneCycleLR,
+    }
     | {lr_scheduler.PolynomialLR, lr_scheduler.ReduceLROnPlateau, lr_scheduler.StepLR, type(None)}
 )
 """Schedules that take no function of the user's."""
@@ -47,7 +56,11 @@ def runs_user_code(runner: TorchRunner, called: Iterable[object]) -> bool:
         runner: The runner.
         called: What else an update calls; `None` for each that the run does not have.
     """
-    if runner.stack != "ddp" or runner.distributed or any(each is not None for each in (*called, runner.compilation)):
+    if (
+        runner.stack != "ddp"
+        or runner.distributed
+        or any(each is not None for each in (*called, runner.compilation))
+    ):
         return True
     modules = list(runner.model.modules())
     if isinstance(runner.criterion, nn.Module):
@@ -62,7 +75,10 @@ def runs_user_code(runner: TorchRunner, called: Iterable[object]) -> bool:
     is_known = (
         all(_is_of(type(module), "torch.nn.modules.") for module in modules)
         and type(runner.optimizer) in _OPTIMIZERS
-        and (type(runner.scheduler) in _SCHEDULERS or _is_of(type(runner.scheduler), "danling.optim.warmup"))
+        and (
+            type(runner.scheduler) in _SCHEDULERS
+            or _is_of(type(runner.scheduler), "danling.optim.warmup")
+        )
         and all(each is None or _is_of(each, "danling.") for each in (*watching, *_global_hooks()))
     )
     if not is_known or _overrides_methods(runner) or _is_within_modes():
@@ -79,13 +95,16 @@ def runs_user_code(runner: TorchRunner, called: Iterable[object]) -> bool:
 def _overrides_methods(runner: TorchRunner) -> bool:
     """Whether a class of the user's, or the runner itself, has another method or property under a name of the library's."""
     own = [
-        vars(kind) for kind in type(runner).__mro__ if not kind.__module__.startswith("danling.") and kind is not object
+        vars(kind)
+        for kind in type(runner).__mro__
+        if not kind.__module__.startswith("danling.") and kind is not object
     ]
     known = {*runner.library_names, "__getattr__", "__getattribute__", "__setattr__"}
     found = [value for held in own for name, value in held.items() if name in known]
     found += [value for name, value in vars(runner).items() if hasattr(type(runner), name)]
     return any(
-        isinstance(value, (property, cached_property)) or (callable(value) and not isinstance(value, type))
+        isinstance(value, (property, cached_property))
+        or (callable(value) and not isinstance(value, type))
         for value in found
     )
 
@@ -101,7 +120,9 @@ def _holds_functions(part: object) -> bool:
         return False
     tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
     return any(
-        type(each) not in (Tensor, nn.Parameter) or each._backward_hooks or each._post_accumulate_grad_hooks
+        type(each) not in (Tensor, nn.Parameter)
+        or each._backward_hooks
+        or each._post_accumulate_grad_hooks
         for each in tensors
     )
 
@@ -126,7 +147,10 @@ def _is_within_modes() -> bool:
 
 
 def _global_hooks() -> list[object]:
-    of_optimizers: list[object] = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    of_optimizers: list[object] = [
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    ]
     return [*of_optimizers, object()] if _has_any_global_hook() else of_optimizers  # type: ignore[no-untyped-call]
 
 
@@ -135,7 +159,9 @@ def _is_of(value: object, package: str) -> bool:
     function = getattr(value, "__func__", value)
     while function is not None:
         # What functools.wraps has copied is the module of the wrapped function.
-        names = getattr(function, "__globals__", {"__name__": getattr(function, "__module__", None)})
+        names = getattr(
+            function, "__globals__", {"__name__": getattr(function, "__module__", None)}
+        )
         if not str(names["__name__"]).startswith(package):
             return False
         function = getattr(function, "__wrapped__", None)

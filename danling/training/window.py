@@ -78,11 +78,15 @@ class Window:
             elif self.domain.size > 1:
                 if self.agreed_reference is None:
                     # With another reference on each rank, the ranks would count differently: one is fixed for the whole run.
-                    largest = self.domain.all_reduce(torch.tensor(float(weight), dtype=torch.float64), "max").item()
+                    largest = self.domain.all_reduce(
+                        torch.tensor(float(weight), dtype=torch.float64), "max"
+                    ).item()
                     self.agreed_reference = largest or None
                 self._reference = self.agreed_reference or 1.0
             else:
-                self._reference = weight.clamp_min(1.0) if isinstance(weight, Tensor) else weight or 1.0
+                self._reference = (
+                    weight.clamp_min(1.0) if isinstance(weight, Tensor) else weight or 1.0
+                )
         self.count += 1
         self._is_cut = False
         self._awaits_loss = isinstance(weight, Tensor) or weight != 0.0
@@ -169,7 +173,9 @@ class Window:
         else:
             return
         before = self.nonfinite
-        self.nonfinite = torch.maximum(bad.double(), before) if isinstance(before, Tensor) else bad.double()
+        self.nonfinite = (
+            torch.maximum(bad.double(), before) if isinstance(before, Tensor) else bad.double()
+        )
 
     def gradient_factor(self, total_weight: float | Tensor, averaged_over: int) -> float | Tensor:
         """Return what the accumulated gradient is to be multiplied with."""
@@ -184,7 +190,11 @@ def _zero_unless(weight: float | Tensor, gradient: Tensor | None) -> Tensor | No
     if gradient is None:
         # Of an output that the loss does not depend on, under a wrapper that takes all of them through one operation.
         return None
-    return torch.where(weight > 0, gradient, 0.0) if isinstance(weight, Tensor) else torch.zeros_like(gradient)
+    return (
+        torch.where(weight > 0, gradient, 0.0)
+        if isinstance(weight, Tensor)
+        else torch.zeros_like(gradient)
+    )
 
 
 class WindowGradients:
@@ -214,7 +224,10 @@ class WindowGradients:
             gone = self._zeroed(first)
         if not gone:
             return
-        name = next((name for name, parameter in named if parameter is gone[0]), f"one of {tuple(gone[0].shape)}")
+        name = next(
+            (name for name, parameter in named if parameter is gone[0]),
+            f"one of {tuple(gone[0].shape)}",
+        )
         raise ValueError(
             "Expected `train_step` to keep the gradients of an update until it is made: they add up over its micro-batches. Received: no "
             f"gradient of {name} before the backward of micro-batch {count} ({len(gone)} in all). Remove zero_grad(): the runner drops "
@@ -224,6 +237,8 @@ class WindowGradients:
 
     def _zeroed(self, first: Tensor) -> list[nn.Parameter]:
         """Return the parameters if all of their gradients are zero, else none: `train_step` may write to them, but not drop them."""
-        if first.any() or any(local_part(p.grad).any() for p in self._parameters if p.grad is not None):
+        if first.any() or any(
+            local_part(p.grad).any() for p in self._parameters if p.grad is not None
+        ):
             return []
         return self._parameters

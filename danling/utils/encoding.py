@@ -39,7 +39,12 @@ def encode_array(value: Any) -> dict[str, Any] | None:
     if not flat.flags.writeable:
         flat = flat.copy()
     kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
-    return {"kind": kind, "dtype": value.dtype.str, "shape": list(value.shape), "value": torch.from_numpy(flat)}
+    return {
+        "kind": kind,
+        "dtype": value.dtype.str,
+        "shape": list(value.shape),
+        "value": torch.from_numpy(flat),
+    }
 
 
 def decode_array(node: Mapping[str, Any]) -> Any:

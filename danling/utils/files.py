@@ -82,7 +82,9 @@ def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
     return read_bytes(path, limit=limit).decode("utf-8")
 
 
-def read_bytes(path: str | os.PathLike[str], *, limit: int, follow: bool = True, directory: int | None = None) -> bytes:
+def read_bytes(
+    path: str | os.PathLike[str], *, limit: int, follow: bool = True, directory: int | None = None
+) -> bytes:
     """Return the contents of a regular file of at most `limit` bytes; see `open_file`.
 
     Raises:
@@ -92,11 +94,15 @@ def read_bytes(path: str | os.PathLike[str], *, limit: int, follow: bool = True,
     with open_file(path, follow=follow, directory=directory) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise ValueError(f"Expected a file of at most {limit:,} bytes. Received: {str(path)!r}, which is larger.")
+        raise ValueError(
+            f"Expected a file of at most {limit:,} bytes. Received: {str(path)!r}, which is larger."
+        )
     return content
 
 
-def open_file(path: str | os.PathLike[str], *, follow: bool = True, directory: int | None = None) -> BinaryIO:
+def open_file(
+    path: str | os.PathLike[str], *, follow: bool = True, directory: int | None = None
+) -> BinaryIO:
     """Open a regular file for reading, in binary mode. Opening a named pipe would block until a writer appears.
 
     Args:
@@ -128,12 +134,15 @@ def write_all(handle: int, data: bytes) -> None:
         view = view[os.write(handle, view) :]
 
 
-def write_error(what: str, path: Path, error: OSError, *, room: str = "Free space there") -> OSError:
+def write_error(
+    what: str, path: Path, error: OSError, *, room: str = "Free space there"
+) -> OSError:
     """Return an error of a write that says what to do."""
     code = error.errno or errno.EIO
     fix = room if code in _FULL else "Make it writable for this process"
     return OSError(
-        code, f"Expected to write {what} to {path}. Received: {os.strerror(code)}. {fix}, and start it again."
+        code,
+        f"Expected to write {what} to {path}. Received: {os.strerror(code)}. {fix}, and start it again.",
     )
 
 
@@ -147,7 +156,11 @@ def clear_places(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()
             if os.path.lexists(path) and not is_fitting(path):
                 aside = path.with_name(f"{path.name}.aside-{uuid.uuid4().hex[:8]}")
                 os.replace(path, aside)
-                logger.warning("%s was in the way of this run and is no part of it. It was moved to %s.", path, aside)
+                logger.warning(
+                    "%s was in the way of this run and is no part of it. It was moved to %s.",
+                    path,
+                    aside,
+                )
 
 
 def is_text(path: str | os.PathLike[str]) -> bool:

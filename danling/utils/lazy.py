@@ -18,7 +18,9 @@ def is_installed(package: str) -> bool:
         return True
 
 
-def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazily(
+    package: str, homes: Mapping[str, Iterable[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a module's `__getattr__` and `__dir__` that import a name's module when the name is first used.
 
     Submodules are found as attributes too, as if they had been imported.
@@ -31,7 +33,9 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
 
     def __getattr__(name: str) -> object:
         if name in home:
-            value = getattr(import_module(home[name] if "." in home[name] else f"{package}.{home[name]}"), name)
+            value = getattr(
+                import_module(home[name] if "." in home[name] else f"{package}.{home[name]}"), name
+            )
         elif not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
             value = import_module(f"{package}.{name}")
         else:
@@ -43,7 +47,11 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[
     def __dir__() -> list[str]:
         module = sys.modules[package]
         # Leave out names that the package imports for its own use, such as this function.
-        own = (name for name, value in vars(module).items() if name.startswith("__") or isinstance(value, ModuleType))
+        own = (
+            name
+            for name, value in vars(module).items()
+            if name.startswith("__") or isinstance(value, ModuleType)
+        )
         return sorted({*own, *home, *getattr(module, "__all__", ())})
 
     return __getattr__, __dir__

@@ -62,7 +62,9 @@ class Holder:
     @classmethod
     def me(cls) -> Holder:
         """Return what describes this process."""
-        return cls(socket.gethostname(), os.getpid(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"))
+        return cls(
+            socket.gethostname(), os.getpid(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        )
 
     @classmethod
     def parse(cls, text: bytes) -> Holder:
@@ -78,7 +80,11 @@ class Holder:
         return json.dumps({"host": self.host, "pid": self.pid, "since": self.since}) + "\n"
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since}" if self.pid else "another process"
+        return (
+            f"process {self.pid} on {self.host} since {self.since}"
+            if self.pid
+            else "another process"
+        )
 
 
 class FileLock:
@@ -129,7 +135,9 @@ class FileLock:
                 return False
             if _is_same_file(handle, path):
                 break
-            os.close(handle)  # its holder has removed the file since it was opened: no other process would find it
+            os.close(
+                handle
+            )  # its holder has removed the file since it was opened: no other process would find it
         self._handle = handle
         self._finalizer = weakref.finalize(self, _give_back, handle, path, os.getpid())
         _held_here[path] = (os.getpid(), weakref.ref(self))
@@ -196,7 +204,9 @@ class FileLock:
         told = False
         while not self.acquire():
             waited = time.monotonic() - start
-            if waited >= seconds or (self.holder.pid == os.getpid() and self.holder.host == socket.gethostname()):
+            if waited >= seconds or (
+                self.holder.pid == os.getpid() and self.holder.host == socket.gethostname()
+            ):
                 return False
             if not told and waited >= _MOMENT_SECONDS:
                 told = True
@@ -259,7 +269,11 @@ def _opened(path: Path, flags: int) -> int:
     if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
         return handle
     os.close(handle)
-    kind = f"a file with {found.st_nlink} names (hard links)" if stat.S_ISREG(found.st_mode) else "no regular file"
+    kind = (
+        f"a file with {found.st_nlink} names (hard links)"
+        if stat.S_ISREG(found.st_mode)
+        else "no regular file"
+    )
     raise ValueError(
         f"Expected {path}, the file of a lock, to be a file with one name. Received: {kind}. Remove that name."
     )

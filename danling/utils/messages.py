@@ -19,7 +19,10 @@ _IN_VALUE = re.compile(f"[{_CONTROLS}\\t\\n]")
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warn, and attribute the warning to the nearest caller outside this library: Python shows a `DeprecationWarning` only there."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE:
+    while (
+        frame.f_back is not None
+        and str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE
+    ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 
@@ -56,7 +59,9 @@ def number_hint(value: object) -> str:
 class Paced:
     """Says whether a line is due: the first ones are, then one in so many seconds."""
 
-    def __init__(self, seconds: float, *, burst: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, seconds: float, *, burst: int = 1, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.seconds = seconds
         self._left = burst
         self._clock = clock
@@ -90,10 +95,14 @@ def table_lines(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterat
     """Yield the lines of a table, whose columns line up; numbers are set right."""
     cells = [[as_text(value) for value in row] for row in rows]
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(head)]
-    right = [bool(rows) and all(v is None or is_number(v) for v in (row[i] for row in rows)) for i in range(len(head))]
+    right = [
+        bool(rows) and all(v is None or is_number(v) for v in (row[i] for row in rows))
+        for i in range(len(head))
+    ]
     for line in ([*head], *cells):
         fitted = (
-            text.rjust(width) if set_right else text.ljust(width) for text, width, set_right in zip(line, widths, right)
+            text.rjust(width) if set_right else text.ljust(width)
+            for text, width, set_right in zip(line, widths, right)
         )
         yield "  ".join(fitted).rstrip()
 

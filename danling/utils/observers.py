@@ -189,7 +189,9 @@ class Observers(MutableSequence[Observer]):
                 if leaving is None:
                     leaving = error
                 elif error is not leaving:
-                    leaving.add_note(f"{type(observer).__name__} has then raised {type(error).__name__}: {error}")
+                    leaving.add_note(
+                        f"{type(observer).__name__} has then raised {type(error).__name__}: {error}"
+                    )
         if leaving is not None:
             try:
                 raise leaving
@@ -201,7 +203,9 @@ class Observers(MutableSequence[Observer]):
         """Remove an observer that has raised an error, and log it; raise the error of a critical one."""
         if observer.critical:
             raise error
-        logger.error("The observer %s failed and is dropped.", type(observer).__name__, exc_info=error)
+        logger.error(
+            "The observer %s failed and is dropped.", type(observer).__name__, exc_info=error
+        )
         if any(each is observer for each in self._observers):  # it may have removed itself
             self.remove(observer)
 
@@ -221,12 +225,16 @@ class Observers(MutableSequence[Observer]):
         for event in EVENTS:
             calls = [(each, getattr(each, event)) for each in self._observers]
             base = getattr(Observer, event)
-            listening = tuple((each, call) for each, call in calls if getattr(call, "__func__", call) is not base)
+            listening = tuple(
+                (each, call) for each, call in calls if getattr(call, "__func__", call) is not base
+            )
             if listening:
                 self.heard[event] = listening
                 (first, call), *others = listening
                 # An error of a critical observer ends the training, as `notify` has it too.
-                self.calls[event] = call if first.critical and not others else partial(self.notify, event)
+                self.calls[event] = (
+                    call if first.critical and not others else partial(self.notify, event)
+                )
 
     # A sequence
 

@@ -119,7 +119,9 @@ def yaml_text(value: object) -> str:
     return text
 
 
-def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(
+    text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
     """Return the content of JSON.
 
     Args:
@@ -150,7 +152,10 @@ def _real(text: str) -> float:
 
 def json_text(value: object) -> str:
     """Return valid JSON; NaN and infinities, which JSON lacks, become null."""
-    return json.dumps(finite(value, lambda number: None), indent=2, ensure_ascii=False, default=str) + "\n"
+    return (
+        json.dumps(finite(value, lambda number: None), indent=2, ensure_ascii=False, default=str)
+        + "\n"
+    )
 
 
 def finite(value: object, instead: Callable[[float], object]) -> Any:
@@ -217,7 +222,9 @@ def _plain_key(name: object) -> object:
     return name if type(name) in (int, float, bool) else str(name)
 
 
-def flatten(values: Mapping[str, object], prefix: str = "", *, keeps_empty: bool = False) -> dict[str, Any]:
+def flatten(
+    values: Mapping[str, object], prefix: str = "", *, keeps_empty: bool = False
+) -> dict[str, Any]:
     """Return nested mappings as one, by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in values.items():

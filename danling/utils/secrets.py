@@ -55,13 +55,17 @@ def secret_values(settings: Mapping[str, object], listed: Collection[str] = ()) 
 _GONE = object()
 
 
-def _without(value: object, key: str, listed: Collection[str], is_secret: bool, found: set[str]) -> Any:
+def _without(
+    value: object, key: str, listed: Collection[str], is_secret: bool, found: set[str]
+) -> Any:
     """Return a value without the texts under keys that name a secret, which are added to `found`."""
     if isinstance(value, Mapping):
         items = {}
         for name, item in value.items():
             inner = f"{key}.{name}" if key else str(name)
-            items[name] = _without(item, inner, listed, is_secret or names_secret(inner, listed), found)
+            items[name] = _without(
+                item, inner, listed, is_secret or names_secret(inner, listed), found
+            )
         return {name: item for name, item in items.items() if item is not _GONE}
     if isinstance(value, (list, tuple)):
         # An entry has the name of its list.
@@ -93,9 +97,7 @@ _QUERY = (
     r"(?i)([?&](?:[\w.-]*(?:token|secret|signature|password|credential|(?:access|api|account|private)[_-]?key(?:[_-]?id)?)|sig)="
     r"|[?&]key=(?=[^&\s]{16}))[^&\s'\"]+"
 )
-_HEADER = (
-    r"(?i)(\bauthorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?|\bbearer\s+(?=\S*\d))[\w+/=.~-]{8,}"
-)
+_HEADER = r"(?i)(\bauthorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?|\bbearer\s+(?=\S*\d))[\w+/=.~-]{8,}"
 _PRIVATE = r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 _IN_TEXT = (
     (re.compile(_USER), rf"\1{HIDDEN}@"),
@@ -140,7 +142,9 @@ def hide_secrets(text: str, listed: Collection[str] = ()) -> str:
 
 _NAME = rb"(?:token|api[_-]?key|password|passwd|secret|credentials?|access[_-]?key|private[_-]?key)[\"'\]]*"
 _QUOTED = re.compile(rb"(?i)" + _NAME + rb"\s*(?::\s*\w+\s*=|:?=|:)\s*[a-z]{0,2}[\"'][^\"'\s]{6,}")
-_BARE = re.compile(rb"(?i)" + _NAME + rb"(?:\s*[:=]\s*|\s+)(?=[^\s\"']*[0-9])[\w+/=.-]{8,}(?![\w(\[.])")
+_BARE = re.compile(
+    rb"(?i)" + _NAME + rb"(?:\s*[:=]\s*|\s+)(?=[^\s\"']*[0-9])[\w+/=.-]{8,}(?![\w(\[.])"
+)
 # In files of settings a value needs no quotes; in a program it would be a name.
 _SETTING = re.compile(rb"(?i)" + _NAME + rb"\s*[:=]\s*[^\s\"'${]{6,}\s*$")
 _PROGRAM = re.compile(rb"\.(?:py|pyi|ipynb|js|ts|c|h|cc|cpp|cu|cuh|go|rs|java|jl|lua|r|R|md|rst)$")
@@ -149,7 +153,10 @@ _KNOWN = re.compile(
     rb"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}|://[^/\s:@]+:[^/\s@]+@"
 )
 """As `_TOKENS`, and wider: a line of a patch that goes for nothing costs little, a setting that is changed costs a run."""
-_KEY_BEGINS, _KEY_ENDS = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY"), re.compile(rb"-----END [A-Z ]*PRIVATE KEY")
+_KEY_BEGINS, _KEY_ENDS = (
+    re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY"),
+    re.compile(rb"-----END [A-Z ]*PRIVATE KEY"),
+)
 _FILE_OF_SECRETS = re.compile(
     rb"(?i)(?:^|/)(?:\.env(?:\.[\w-]+)?|\.netrc|\.pypirc|\.npmrc|id_(?:rsa|dsa|ecdsa|ed25519)"
     rb"|[^/]*(?:credentials?|secrets?)[^/.]*(?:\.(?:json|ya?ml|toml|ini|cfg|txt|env))?|[^/]*\.(?:pem|key|p12|pfx|keystore|jks))$"
@@ -177,7 +184,11 @@ def redact_patch(patch: bytes, values: Collection[str] = ()) -> tuple[bytes, int
             in_key = False
             in_body = False
             binary = False
-            patterns = (_KNOWN, _QUOTED, _BARE) if _PROGRAM.search(name) else (_KNOWN, _QUOTED, _BARE, _SETTING)
+            patterns = (
+                (_KNOWN, _QUOTED, _BARE)
+                if _PROGRAM.search(name)
+                else (_KNOWN, _QUOTED, _BARE, _SETTING)
+            )
         elif line.startswith((b"@@ ", b"GIT binary patch")):
             in_body = True
             binary = line.startswith(b"G")
@@ -196,7 +207,9 @@ def redact_patch(patch: bytes, values: Collection[str] = ()) -> tuple[bytes, int
     return b"\n".join(kept), found
 
 
-def _is_secret(text: bytes, forbidden: Collection[bytes], patterns: Collection[re.Pattern[bytes]]) -> bool:
+def _is_secret(
+    text: bytes, forbidden: Collection[bytes], patterns: Collection[re.Pattern[bytes]]
+) -> bool:
     if any(value in text for value in forbidden):
         return True
     return any(pattern.search(text) for pattern in patterns)

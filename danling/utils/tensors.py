@@ -13,11 +13,17 @@ from torch import Tensor
 T = TypeVar("T", bound=Tensor)
 
 # A checkpoint written under DDP, `torch.compile` or activation checkpointing must load into the bare model, so these never reach a file.
-WRAPPER_SEGMENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+WRAPPER_SEGMENTS = frozenset(
+    {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+)
 _BUCKET_BYTES = 25 * 2**20
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
 
 
 def shapes_of(data: object) -> str:
@@ -25,7 +31,11 @@ def shapes_of(data: object) -> str:
     if isinstance(data, Tensor):
         return f"{str(data.dtype).removeprefix('torch.')} {tuple(data.shape)} on {data.device}"
     if isinstance(data, Mapping):
-        return "{" + ", ".join(f"{name!r}: {shapes_of(value)}" for name, value in list(data.items())[:8]) + "}"
+        return (
+            "{"
+            + ", ".join(f"{name!r}: {shapes_of(value)}" for name, value in list(data.items())[:8])
+            + "}"
+        )
     if isinstance(data, (list, tuple)):
         return "(" + ", ".join(map(shapes_of, data[:8])) + ")"
     dtype, shape = getattr(data, "dtype", None), getattr(data, "shape", None)
@@ -42,7 +52,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def is_part(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor of which this rank has a shard, or a term of a sum."""
-    return is_sharded(tensor) and any(not placement.is_replicate() for placement in tensor.placements)  # type: ignore[attr-defined]
+    return is_sharded(tensor) and any(
+        not placement.is_replicate()
+        for placement in tensor.placements  # type: ignore[attr-defined]
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -61,7 +74,9 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 
 def has_strided_values(tensor: Tensor) -> bool:
     """Whether a tensor has a number for each place, in strides: it is not sparse, on the meta device, quantized or nested."""
-    return tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+    return tensor.layout == torch.strided and not (
+        tensor.is_meta or tensor.is_quantized or tensor.is_nested
+    )
 
 
 def with_local_part(tensor: Tensor, local: Tensor) -> Tensor:
@@ -137,7 +152,10 @@ def _nothing(_: Tensor) -> Hashable:
 
 
 def bucketed(
-    tensors: Iterable[T], key: Callable[[Tensor], Hashable] = _nothing, *, limit: int = _BUCKET_BYTES
+    tensors: Iterable[T],
+    key: Callable[[Tensor], Hashable] = _nothing,
+    *,
+    limit: int = _BUCKET_BYTES,
 ) -> list[list[T]]:
     """Return tensors in lists of one dtype, device and key, in the same order on every rank that has the same tensors."""
     buckets: list[list[T]] = []

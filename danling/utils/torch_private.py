@@ -139,7 +139,11 @@ def missing_names(version: str) -> list[str]:
     """Return the names that a version of torch should have, by its release or the newest tested one, and has not here."""
     release = ".".join(version.split(".")[:2])
     expected = release if release in TESTED else TESTED[-1]
-    return [name for name, releases in PRIVATE_NAMES.items() if expected in releases.split() and not has_name(name)]
+    return [
+        name
+        for name, releases in PRIVATE_NAMES.items()
+        if expected in releases.split() and not has_name(name)
+    ]
 
 
 def has_name(dotted: str) -> bool:
@@ -159,7 +163,9 @@ def has_name(dotted: str) -> bool:
             except ModuleNotFoundError as error:
                 return not str(error.name).startswith("torch")
         else:
-            return isinstance(found, type) and place == len(parts) and name in _used_by_methods(found)
+            return (
+                isinstance(found, type) and place == len(parts) and name in _used_by_methods(found)
+            )
     return True
 
 

@@ -37,7 +37,9 @@ def leaves(
         yield path, value
 
 
-def tensors(value: object, *, opened: Callable[[Any], object] = _as_it_is) -> Iterator[tuple[Path, Tensor]]:
+def tensors(
+    value: object, *, opened: Callable[[Any], object] = _as_it_is
+) -> Iterator[tuple[Path, Tensor]]:
     """Yield the tensors in a value, with the keys that lead to them; see `leaves`."""
     from torch import Tensor  # what is read from headers alone needs no torch
 

@@ -76,7 +76,9 @@ class RunDirectory:
         self._replicas = replicas
         self._elsewhere = elsewhere
         self._reruns = reruns
-        self._family = absolute(config.workspace_root) / (f"{config.lineage}-{code_id}" if code_id else config.lineage)
+        self._family = absolute(config.workspace_root) / (
+            f"{config.lineage}-{code_id}" if code_id else config.lineage
+        )
         named = config.get("checkpoint_dir", None)
         self._checkpoint_dir = absolute(named) if named else None
         limit = config.comm.init_timeout_seconds
@@ -96,7 +98,9 @@ class RunDirectory:
 
     @property
     def _only_looks(self) -> bool:
-        return bool(self._config.checkpoint.load_only)  # which `__init__` of a runner may set after the choice
+        return bool(
+            self._config.checkpoint.load_only
+        )  # which `__init__` of a runner may set after the choice
 
     def _choose(self) -> None:
         named = self._config.get("dir", None)
@@ -150,7 +154,9 @@ class RunDirectory:
 
     def _newest_run(self) -> Path | None:
         """Return the directory of the newest run of the id; `None` where there is none."""
-        existing = [self._family / member(self.id, number) for number in numbers(self._family, self.id)]
+        existing = [
+            self._family / member(self.id, number) for number in numbers(self._family, self.id)
+        ]
         with_run = [run for run in existing if self._holds_run(run) or is_in_use(run)]
         stored = max(self._elsewhere(), default=0)
         if stored > max((number_of(run.name, self.id) or 0 for run in with_run), default=0):
@@ -173,7 +179,11 @@ class RunDirectory:
         while True:
             taken = numbers(self._family, self.id)
             number = taken[-1] if taken else 0
-            if not number or number in stored or not self._take_over(self._family / member(self.id, number)):
+            if (
+                not number
+                or number in stored
+                or not self._take_over(self._family / member(self.id, number))
+            ):
                 number = max([*taken, *stored], default=0) + 1
                 if not self._make_new(self._family / member(self.id, number)):
                     continue
@@ -268,7 +278,11 @@ class RunDirectory:
     def _wait_for_background_writers(self) -> None:
         """Wait until a killed run has written what it had left to write. Replica groups of one job share the directory."""
         checkpoints = self._checkpoints_of(self.dir)
-        writing = (name for name in _names(checkpoints) if name.startswith(WRITING) and self._group_dir is None)
+        writing = (
+            name
+            for name in _names(checkpoints)
+            if name.startswith(WRITING) and self._group_dir is None
+        )
         for name in sorted(writing):
             lock = FileLock(checkpoints / name)
             if not lock.wait(self._wait_seconds):
@@ -300,10 +314,17 @@ class RunDirectory:
             if not (is_mine and self._reruns and lock.take_over()):
                 raise RunInUseError(
                     f"Expected {directory} to be free. Received: a directory that is in use by {lock.holder}"
-                    + (", which is this process: close the runner that has it first." if is_mine else ".")
+                    + (
+                        ", which is this process: close the runner that has it first."
+                        if is_mine
+                        else "."
+                    )
                     + " Wait until it has ended, name another `dir`, or set checkpoint.load_only=true to look only."
                 )
-            logger.info("This runner writes into %s from now on; an earlier one of this notebook does not.", directory)
+            logger.info(
+                "This runner writes into %s from now on; an earlier one of this notebook does not.",
+                directory,
+            )
         self._locks.append(lock)
 
     def _try_lock(self) -> FileLock | None:
@@ -336,14 +357,21 @@ class RunDirectory:
 
     def _refuse_used_meanwhile(self, lock: FileLock) -> None:
         """Refuse to continue where a process may have come and gone while the lock had no file: every start describes itself."""
-        if self._described is None or self._described != self._description() or lock.file.parent != self._own_dir:
+        if (
+            self._described is None
+            or self._described != self._description()
+            or lock.file.parent != self._own_dir
+        ):
             raise RunInUseError(
                 f"Expected this process to be the only one that has written into {lock.file.parent}. Received: a directory whose "
                 f"{lock.file.name} was removed, in which another process may have started since. Leave that file alone, and start this "
                 "program again."
             )
         lock.was_removed = False
-        logger.warning("%s was removed while this process writes there; it is back. Leave that file alone.", lock.file)
+        logger.warning(
+            "%s was removed while this process writes there; it is back. Leave that file alone.",
+            lock.file,
+        )
 
     def _description(self) -> tuple[int, int] | None:
         """Return what tells whether a start has written its configuration since."""
@@ -393,7 +421,9 @@ class RunDirectory:
         stored = stored_settings(run / self._config.checkpoint.dir_name)
         if stored is None:
             return None
-        return self._config.differences(stored[0], stored_replicas=stored[1], replicas=self._replicas)
+        return self._config.differences(
+            stored[0], stored_replicas=stored[1], replicas=self._replicas
+        )
 
     def _refuse_run(self) -> None:
         """Refuse to begin anew in a directory that holds a run."""
@@ -411,9 +441,15 @@ class RunDirectory:
 
     def _refusal(self, key: str, directory: Path, what: str) -> ValueError:
         resume = self._config.resume
-        begins = "starts from scratch" if resume is None else f"resumes from resume={resume!r}, which is elsewhere"
+        begins = (
+            "starts from scratch"
+            if resume is None
+            else f"resumes from resume={resume!r}, which is elsewhere"
+        )
         differences = self._differences(directory if key == "dir" else directory.parent) or ()
-        differences = [line for line in differences if not line.endswith("now absent")]  # what __init__ has yet to set
+        differences = [
+            line for line in differences if not line.endswith("now absent")
+        ]  # what __init__ has yet to set
         others = f", whose configuration differs: {'; '.join(differences)}" if differences else ""
         return ValueError(
             f"Expected {key} to be a directory without a run, since this one {begins}. Received: {key}={str(directory)!r}, which holds one "
@@ -437,8 +473,17 @@ class RunDirectory:
                 stored = parse_yaml(read_text(run / "metadata" / "config.canonical.yaml"))
             except (OSError, ValueError, yaml.YAMLError):
                 continue
-            made = identity.update_sizes(stored, 1).get("dataloader") if isinstance(stored, dict) else None
-            if own is None or made is None or made.samples % own.samples or _code_of(id) != self._code_id:
+            made = (
+                identity.update_sizes(stored, 1).get("dataloader")
+                if isinstance(stored, dict)
+                else None
+            )
+            if (
+                own is None
+                or made is None
+                or made.samples % own.samples
+                or _code_of(id) != self._code_id
+            ):
                 continue
             then = identity.canonical(settings, replicas=made.samples // own.samples)
             differences = self._differences(run) if id[-_DIGITS:] == identity.digest(then) else None
@@ -480,7 +525,9 @@ def holds_checkpoint(directory: Path) -> bool:
     if any(_CHECKPOINT.fullmatch(name) for name in names):
         return True
     targets = directory / "targets"
-    return "targets" in names and any("manifest.sha256" in _names(targets / target) for target in _names(targets))
+    return "targets" in names and any(
+        "manifest.sha256" in _names(targets / target) for target in _names(targets)
+    )
 
 
 def holds_metrics(run: Path) -> bool:
@@ -512,7 +559,9 @@ def run_of(checkpoint: Path, group_dir: str | None = None) -> Path | None:
     # A single file next to the metadata of a run is no checkpoint of it: those have their own directory.
     above = (source, *source.parents) if source.is_dir() else tuple(source.parents)[1:]
     for directory in above[:4]:
-        if (directory / _CONFIG).is_file() or (group_dir and (directory / group_dir / _CONFIG).is_file()):
+        if (directory / _CONFIG).is_file() or (
+            group_dir and (directory / group_dir / _CONFIG).is_file()
+        ):
             return directory
     return None
 

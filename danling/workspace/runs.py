@@ -51,10 +51,23 @@ class StreamSide:
             side, end = record["side"], record["end"]
             if side not in ("producer", "trainer"):
                 raise ValueError(f"side {side!r}")
-            counts = int(record["published"]), int(record["trained"]), float(record["waited_seconds"])
-            return cls(run, str(record["stream"]), side, *counts, None if end is None else str(end), written)
+            counts = (
+                int(record["published"]),
+                int(record["trained"]),
+                float(record["waited_seconds"]),
+            )
+            return cls(
+                run,
+                str(record["stream"]),
+                side,
+                *counts,
+                None if end is None else str(end),
+                written,
+            )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"Expected the progress of a stream. Received: {record!r} ({error}).") from None
+            raise ValueError(
+                f"Expected the progress of a stream. Received: {record!r} ({error})."
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -130,7 +143,9 @@ class Run:
         records = self._read(file.name, lambda text: _mapping(parse_json(text)))
         try:
             written = file.stat().st_mtime if records else 0.0
-            return [StreamSide.of(self.name, _mapping(record), written) for record in records.values()]
+            return [
+                StreamSide.of(self.name, _mapping(record), written) for record in records.values()
+            ]
         except (ValueError, OSError) as error:
             self.problems.append(f"{file}: {error}")
             return []
@@ -167,7 +182,9 @@ class Run:
             if figures.get(name.removeprefix(f"{split}.")) == score and split != "train"
         ]
         split = str(chosen) if chosen else next(iter(found), None)
-        return f"{split}/{name.removeprefix(f'{split}.')}" if split else (name if self.best else None)
+        return (
+            f"{split}/{name.removeprefix(f'{split}.')}" if split else (name if self.best else None)
+        )
 
     @property
     def latest_score(self) -> float | None:
@@ -194,7 +211,9 @@ class Run:
     @property
     def figures(self) -> list[str]:
         """Names of all metrics in `metrics.jsonl`, sorted."""
-        return sorted({name for record in self.records for name in record} - {"step", "time", "ranks"})
+        return sorted(
+            {name for record in self.records for name in record} - {"step", "time", "ranks"}
+        )
 
     def curve(self, figure: str, *, by: str = "step") -> Curve:
         """Return a metric over steps or time; values that were not finite, or are no numbers, are left out."""
@@ -229,7 +248,9 @@ def find_runs(root: PathLike) -> list[Run]:
     """Return the runs at or below a directory, sorted by name; links to directories are not followed."""
     top = Path(root)
     if not top.is_dir():
-        raise FileNotFoundError(f"Expected a directory with runs. Received: {str(root)!r}, which is none.")
+        raise FileNotFoundError(
+            f"Expected a directory with runs. Received: {str(root)!r}, which is none."
+        )
     if is_run(top):
         return [Run(top, top.resolve().name)]
     # `id-2` comes between `id` and `id-10`.
@@ -269,9 +290,15 @@ def streams_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "trained": trained,
                 "waiting": max(published - trained, 0),
                 "end": "complete" if is_complete else of_stream[-1].end or "open",
-                "producers": [{"run": side.run, "waited_seconds": side.waited_seconds} for side in producers],
+                "producers": [
+                    {"run": side.run, "waited_seconds": side.waited_seconds} for side in producers
+                ],
                 "trainers": [
-                    {"run": side.run, "trained": side.trained, "waited_seconds": side.waited_seconds}
+                    {
+                        "run": side.run,
+                        "trained": side.trained,
+                        "waited_seconds": side.waited_seconds,
+                    }
                     for side in trainers
                 ],
             }
@@ -282,16 +309,27 @@ def streams_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def config_differences(runs: Sequence[Run], *, everything: bool = False) -> dict[str, list[Any]]:
     """Return the settings in which runs differ: by dotted key, the value of each run, `None` where it has none."""
     configs = [run.config if everything else {**run.canonical, **_seeds(run)} for run in runs]
-    keys = sorted({key for config in configs for key in config if key.partition(".")[0] not in _PATHS})
+    keys = sorted(
+        {key for config in configs for key in config if key.partition(".")[0] not in _PATHS}
+    )
     table = {key: [config.get(key) for config in configs] for key in keys}
-    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+    return {
+        key: values for key, values in table.items() if any(value != values[0] for value in values)
+    }
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
     """Return what tells runs apart in a legend: one or two settings, where these do; else their names."""
     differences = config_differences(runs)
-    names = [", ".join(f"{key}={value}" for key, value in zip(differences, row)) for row in zip(*differences.values())]
-    return names if len(differences) <= 2 and len(set(names)) == len(runs) else [run.name for run in runs]
+    names = [
+        ", ".join(f"{key}={value}" for key, value in zip(differences, row))
+        for row in zip(*differences.values())
+    ]
+    return (
+        names
+        if len(differences) <= 2 and len(set(names)) == len(runs)
+        else [run.name for run in runs]
+    )
 
 
 def _seeds(run: Run) -> dict[str, object]:
@@ -315,7 +353,14 @@ def _parse_yaml(text: str) -> dict[str, Any]:
 
 def _parse_record(text: str) -> dict[str, Any]:
     record = _mapping(parse_json(text))
-    kinds = {"model": dict, "data": dict, "update": dict, "layout": dict, "environment": dict, "checkpoints": dict}
+    kinds = {
+        "model": dict,
+        "data": dict,
+        "update": dict,
+        "layout": dict,
+        "environment": dict,
+        "checkpoints": dict,
+    }
     for name, kind in kinds.items():
         if not isinstance(record.get(name), kind):
             raise ValueError(f"Expected a record with a section {name!r}.")
@@ -325,7 +370,10 @@ def _parse_record(text: str) -> dict[str, Any]:
 def _parse_result(result: object) -> dict[str, dict[str, float | None]]:
     figures = {split: _mapping(values) for split, values in _mapping(result).items()}
     odd = [
-        f"{split}/{name}" for split, of in figures.items() for name, v in of.items() if not (v is None or _is_number(v))
+        f"{split}/{name}"
+        for split, of in figures.items()
+        for name, v in of.items()
+        if not (v is None or _is_number(v))
     ]
     if odd:
         raise ValueError(f"Expected numbers. Received something else in {', '.join(odd)}.")
@@ -333,7 +381,9 @@ def _parse_result(result: object) -> dict[str, dict[str, float | None]]:
 
 
 def _parse_results(text: str) -> dict[int, dict[str, dict[str, float | None]]]:
-    return {int(index): _parse_result(result) for index, result in _mapping(parse_json(text)).items()}
+    return {
+        int(index): _parse_result(result) for index, result in _mapping(parse_json(text)).items()
+    }
 
 
 def _parse_chosen(text: str) -> dict[str, Any]:

@@ -43,21 +43,53 @@ _GIT_TIMEOUT_SECONDS = 60.0
 _LISTING_TIMEOUT_SECONDS = 5.0
 # Every option that a user's git configuration could change is fixed: the same tree must give the same bytes everywhere.
 _DIFF = (
-    *("-c", "core.quotePath=true", "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames"),
-    *("--no-relative", "--binary", "--full-index", "--unified=3", "--inter-hunk-context=0", "--diff-algorithm=myers"),
+    *(
+        "-c",
+        "core.quotePath=true",
+        "diff",
+        "--no-ext-diff",
+        "--no-textconv",
+        "--no-color",
+        "--no-renames",
+    ),
+    *(
+        "--no-relative",
+        "--binary",
+        "--full-index",
+        "--unified=3",
+        "--inter-hunk-context=0",
+        "--diff-algorithm=myers",
+    ),
     *("--indent-heuristic", "--submodule=short", "--src-prefix=a/", "--dst-prefix=b/", "HEAD"),
 )
 
 # What a checkpoint records of places: where its run wrote, on the machine that it ran on.
 PLACES = frozenset(
     {
-        *("dir", "checkpoint_dir", "log_file", "workspace_root", "init_method", "resume", "auto_resume", "pretrained"),
-        *("wandb.dir", "mlflow.uri", "profiling.trace_dir", "heartbeat.dir_name", "compile.precompile_artifact_dir"),
+        *(
+            "dir",
+            "checkpoint_dir",
+            "log_file",
+            "workspace_root",
+            "init_method",
+            "resume",
+            "auto_resume",
+            "pretrained",
+        ),
+        *(
+            "wandb.dir",
+            "mlflow.uri",
+            "profiling.trace_dir",
+            "heartbeat.dir_name",
+            "compile.precompile_artifact_dir",
+        ),
         "checkpoint.remote.url",
     }
 )
 # Names of single directories, which are where the run is: they are kept unless they lead out of it.
-DIRECTORY_NAMES = frozenset({"lineage", "checkpoint.dir_name", "checkpoint.ft_dataloader_checkpoint_prefix"})
+DIRECTORY_NAMES = frozenset(
+    {"lineage", "checkpoint.dir_name", "checkpoint.ft_dataloader_checkpoint_prefix"}
+)
 _ENGINE_PLACES = re.compile(r"deepspeed\.(.*\.)?[a-z_]*_(path|dir|file)")
 # DeepSpeed joins these to a directory, of which nothing is left where they are paths themselves.
 _ENGINE_NAMES = re.compile(r"deepspeed\.(.*\.)?job_name")
@@ -125,7 +157,16 @@ class CodeIdentity:
 
 
 def _untracked(directory: Path) -> tuple[str, ...]:
-    listing = ("ls-files", "--others", "--exclude-standard", "--directory", "--full-name", "-z", "--", ":/")
+    listing = (
+        "ls-files",
+        "--others",
+        "--exclude-standard",
+        "--directory",
+        "--full-name",
+        "-z",
+        "--",
+        ":/",
+    )
     names = _git(directory, *listing, timeout=_LISTING_TIMEOUT_SECONDS) or b""
     return tuple(os.fsdecode(name) for name in names.split(b"\0") if name)[:_NAMED_UNTRACKED]
 
@@ -136,7 +177,12 @@ def _git(directory: Path, *arguments: str, timeout: float = _GIT_TIMEOUT_SECONDS
     command = ["git", "-C", str(directory), *arguments]
     try:
         done = subprocess.run(
-            command, capture_output=True, check=True, stdin=subprocess.DEVNULL, timeout=timeout, env=environment
+            command,
+            capture_output=True,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout,
+            env=environment,
         )
     except (OSError, subprocess.SubprocessError) as error:
         logger.debug("git %s gave nothing: %s", arguments[0], error)
@@ -221,7 +267,9 @@ class Workspace:
         )
         clear_places(files=[*written, *(self.metadata_dir / name for name in _DESCRIPTION)])
 
-    def write_metadata(self, config: RunnerConfig, code: CodeIdentity, *, replicas: int = 1) -> None:
+    def write_metadata(
+        self, config: RunnerConfig, code: CodeIdentity, *, replicas: int = 1
+    ) -> None:
         """Write what the run was made of as YAML, on the main process; an earlier attempt's files are replaced.
 
         Lines of `git.diff` that look like secrets, or have a secret of the configuration, are replaced, and counted in `git.yaml`.
@@ -236,10 +284,15 @@ class Workspace:
         self._make_metadata_dir()
         secrets = config.secret_keys or ()
         changed = without_secrets(config.changed(), secrets)
-        for name, values in zip(_CONFIGS, (config.public(), config.canonical(replicas=replicas), changed)):
+        for name, values in zip(
+            _CONFIGS, (config.public(), config.canonical(replicas=replicas), changed)
+        ):
             write_atomically(self.metadata_dir / f"config.{name}.yaml", yaml_text(values))
         text, left_out = redact_patch(code.diff, secret_values(config.plain(), secrets))
-        write_atomically(self.metadata_dir / "git.yaml", yaml_text({**code.describe(), "lines_left_out": left_out}))
+        write_atomically(
+            self.metadata_dir / "git.yaml",
+            yaml_text({**code.describe(), "lines_left_out": left_out}),
+        )
         patch = self.metadata_dir / "git.diff"
         if config.git_diff and code.sha is not None:
             write_atomically(patch, text)
@@ -259,7 +312,10 @@ class Workspace:
             write_atomically(self.metadata_dir / "run.json", json_text(to_plain(record)))
 
     def write_results(
-        self, results: Mapping[Any, Any], latest: Mapping[str, object] | None, best: Mapping[str, object] | None
+        self,
+        results: Mapping[Any, Any],
+        latest: Mapping[str, object] | None,
+        best: Mapping[str, object] | None,
     ) -> None:
         """Write `results.json`, `latest.json` and `best.json` on the main process; `None` removes the file of an earlier attempt.
 
@@ -268,7 +324,11 @@ class Workspace:
         """
         if not self.is_main:
             return
-        for path, content in ((self.results_file, results), (self.latest_file, latest), (self.best_file, best)):
+        for path, content in (
+            (self.results_file, results),
+            (self.latest_file, latest),
+            (self.best_file, best),
+        ):
             if content is None:
                 path.unlink(missing_ok=True)
                 continue
@@ -281,7 +341,9 @@ class Workspace:
         if not self.is_main:
             return
         try:
-            write_atomically(self.streams_file, json_text({name: dict(found) for name, found in streams.items()}))
+            write_atomically(
+                self.streams_file, json_text({name: dict(found) for name, found in streams.items()})
+            )
         except OSError as error:
             logger.warning("How far the streams of this run are could not be written: %s.", error)
 
@@ -317,7 +379,9 @@ class RunLocation:
     Every method but `workspace`, `confirm` and `release` is called on all ranks: the main process acts, the others are told the result.
     """
 
-    def __init__(self, runner: BaseRunner, stores: RemoteStores | None, joined: JoinedRun | None = None) -> None:
+    def __init__(
+        self, runner: BaseRunner, stores: RemoteStores | None, joined: JoinedRun | None = None
+    ) -> None:
         self._runner = runner
         self.stores = stores
         """Object stores, where the run is copied to one."""
@@ -371,12 +435,25 @@ class RunLocation:
     def _group_dir(self) -> str | None:
         """Return the directory of this replica group below the run directory: several processes must not write into one log."""
         ft, checkpoint = self._runner.config.ft, self._runner.config.checkpoint
-        return f"{checkpoint.ft_dataloader_checkpoint_prefix}-{ft.replica_id}" if ft.enabled else None
+        return (
+            f"{checkpoint.ft_dataloader_checkpoint_prefix}-{ft.replica_id}" if ft.enabled else None
+        )
 
     def _places(self) -> tuple[object, ...]:
         config = self._runner.config
-        named = (config.get("dir", None), config.get("checkpoint_dir", None), config.workspace_root, config.lineage)
-        return (*named, config.resume, config.auto_resume, config.checkpoint.dir_name, self._group_dir())
+        named = (
+            config.get("dir", None),
+            config.get("checkpoint_dir", None),
+            config.workspace_root,
+            config.lineage,
+        )
+        return (
+            *named,
+            config.resume,
+            config.auto_resume,
+            config.checkpoint.dir_name,
+            self._group_dir(),
+        )
 
     def open(self, *, code_id: str | None, config_id: str, timestamp: str) -> Workspace:
         """Become the writer of the run directory, create it, and remove the files that a killed attempt has left in it.
@@ -389,7 +466,9 @@ class RunLocation:
         if self._places() != self._chosen_for:
             self.choose()
         directory = self._directory
-        self.id = self._runner.world.on_first(lambda: directory.enter() if directory is not None else self.id)
+        self.id = self._runner.world.on_first(
+            lambda: directory.enter() if directory is not None else self.id
+        )
         workspace = self.workspace(timestamp)
         workspace.create()
         if workspace.is_main and not self._runner.config.checkpoint.load_only:
@@ -399,7 +478,9 @@ class RunLocation:
     def inherit(self, workspace: Workspace) -> None:
         """Become the writer of the run directory in the place of a main process that has ended. Called on the new one."""
         config = self._runner.config
-        self._directory = RunDirectory(config, self.id, code_id=self.code_id, inherited=workspace.dir)
+        self._directory = RunDirectory(
+            config, self.id, code_id=self.code_id, inherited=workspace.dir
+        )
         self._directory.inherit()
         workspace.is_main = True
 
@@ -407,7 +488,9 @@ class RunLocation:
         """Write what the run was made of, unless this process only looks at the run."""
         config = self._runner.config
         described = workspace.metadata_dir / "config.full.yaml"
-        if config.checkpoint.load_only and (foreign() or self._runner.world.on_first(described.is_file)):
+        if config.checkpoint.load_only and (
+            foreign() or self._runner.world.on_first(described.is_file)
+        ):
             return
         workspace.write_metadata(config, self.code, replicas=self._runner.placement.data_replicas)
 
@@ -440,7 +523,9 @@ class RunLocation:
     def enter_to_train(self, *, resumed: bool) -> None:
         """Become the writer of a directory that was entered to look only, since training begins."""
         directory = self._directory
-        self._runner.world.on_first(lambda: directory.enter_to_train(resumed=resumed) if directory else None)
+        self._runner.world.on_first(
+            lambda: directory.enter_to_train(resumed=resumed) if directory else None
+        )
 
     def confirm(self) -> None:
         """Check that this process is still the writer of the directory; on the main process."""
@@ -462,10 +547,17 @@ def litter_in_run(run: Path) -> list[Path]:
     """Return the unfinished small files that killed processes have left in a run directory, sorted; its checkpoints are not looked at."""
     found = []
     # What a link leads to is the user's.
-    directories = [run, *(run / name for name in ("metadata", "heartbeats", "profiles", "compiled"))]
+    directories = [
+        run,
+        *(run / name for name in ("metadata", "heartbeats", "profiles", "compiled")),
+    ]
     for directory in (path for path in directories if path == run or not os.path.islink(path)):
         with contextlib.suppress(OSError), os.scandir(directory) as entries:
-            found += [Path(e.path) for e in entries if is_unfinished(e.name) and e.is_file(follow_symlinks=False)]
+            found += [
+                Path(e.path)
+                for e in entries
+                if is_unfinished(e.name) and e.is_file(follow_symlinks=False)
+            ]
     return sorted(found)
 
 

@@ -56,7 +56,9 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"Expected `width` to be a multiple of `heads`. Received: width={width}, heads={heads}.")
+            raise ValueError(
+                f"Expected `width` to be a multiple of `heads`. Received: width={width}, heads={heads}."
+            )
         self.embedding = Embedding(vocab_size, context, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout, experts) for _ in range(depth))
         self.norm = nn.LayerNorm(width, bias=False)
@@ -84,7 +86,9 @@ class GPT(nn.Module):
     def generate(self, tokens: Tensor, count: int, *, temperature: float = 1.0) -> Tensor:
         """Continue int64 tokens of shape (B, T) by `count` sampled ones; return (B, T + count)."""
         for _ in range(count):
-            logits = self(tokens[:, -self.embedding.positions.num_embeddings :])[:, -1] / temperature
+            logits = (
+                self(tokens[:, -self.embedding.positions.num_embeddings :])[:, -1] / temperature
+            )
             tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], dim=1)
         return tokens
 
@@ -109,14 +113,22 @@ class GPT(nn.Module):
         assert mesh is not None
         plan: dict[str, ParallelStyle] = {
             "embedding.tokens": RowwiseParallel(input_layouts=Replicate()),
-            "embedding": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+            "embedding": PrepareModuleOutput(
+                output_layouts=Replicate(), desired_output_layouts=Shard(1)
+            ),
             "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+            "head": ColwiseParallel(
+                input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+            ),
         }
         for name, block in self.blocks.named_children():
             if isinstance(block, Block):
-                plan.update({f"blocks.{name}.{part}": style for part, style in block.tensor_plan().items()})
-        parallelize_module(self, mesh, {name: style for name, style in plan.items() if _is_here(self, name)})
+                plan.update(
+                    {f"blocks.{name}.{part}": style for part, style in block.tensor_plan().items()}
+                )
+        parallelize_module(
+            self, mesh, {name: style for name, style in plan.items() if _is_here(self, name)}
+        )
         if not isinstance(self.head, nn.Identity) and not isinstance(self.embedding, nn.Identity):
             self._tie()  # each was given its own parameter
 
@@ -168,7 +180,9 @@ class Block(nn.Module):
             self.mlp = MixtureOfExperts(width, 2 * width, experts)
         else:
             self.mlp = nn.Sequential(
-                nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
+                nn.Linear(width, 4 * width, bias=False),
+                nn.GELU(),
+                nn.Linear(4 * width, width, bias=False),
             )
         self.dropout = nn.Dropout(dropout)
 
@@ -180,7 +194,11 @@ class Block(nn.Module):
 
     def shrink_outputs(self, depth: int) -> None:
         """Scale what is added to the residual stream by 1/sqrt(2 depth), so that its variance does not grow with depth."""
-        mlp = self.mlp.down if isinstance(self.mlp, MixtureOfExperts) else self.mlp.get_parameter("2.weight")
+        mlp = (
+            self.mlp.down
+            if isinstance(self.mlp, MixtureOfExperts)
+            else self.mlp.get_parameter("2.weight")
+        )
         for weight in (self.attention.output.weight, mlp):
             nn.init.normal_(weight, std=0.02 / (2 * depth) ** 0.5)
 

@@ -55,7 +55,11 @@ class MixtureOfExperts(nn.Module):
         for name, width_dim in (("up", 2), ("down", 1)):
             cut = {"expert": Shard(0), "expert_tensor": Shard(width_dim)}
             placements = [cut[axis] for axis in mesh.mesh_dim_names or ()]
-            setattr(self, name, nn.Parameter(distribute_tensor(self.get_parameter(name).data, mesh, placements)))
+            setattr(
+                self,
+                name,
+                nn.Parameter(distribute_tensor(self.get_parameter(name).data, mesh, placements)),
+            )
         self.first = here * topology.rank("expert")
         self.group = topology.group("expert", "expert_tensor")
 

@@ -60,7 +60,9 @@ def lengths(figures: Mapping[str, float], positions: int) -> dict[str, float]:
     found = {}
     for name, length in (("accepted", "acceptance_length"), ("expected", "expected_length")):
         rates = [
-            figures[f"{name}_{position}"] for position in range(1, positions + 1) if f"{name}_{position}" in figures
+            figures[f"{name}_{position}"]
+            for position in range(1, positions + 1)
+            if f"{name}_{position}" in figures
         ]
         if rates:
             found[length] = acceptance_length(rates)

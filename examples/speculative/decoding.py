@@ -18,7 +18,9 @@ from .eagle3 import Eagle3
 from .target import TargetEnds, capture
 
 
-def draft_tokens(draft: nn.Module, ends: TargetEnds, features: Tensor, tokens: Tensor, count: int) -> Tensor:
+def draft_tokens(
+    draft: nn.Module, ends: TargetEnds, features: Tensor, tokens: Tensor, count: int
+) -> Tensor:
     """Return what a draft takes for the next tokens.
 
     Args:
@@ -47,7 +49,9 @@ def draft_tokens(draft: nn.Module, ends: TargetEnds, features: Tensor, tokens: T
     return torch.cat(drafted[1:])
 
 
-def _step_by_step(draft: Eagle3, ends: TargetEnds, features: Tensor, tokens: Tensor, count: int) -> Tensor:
+def _step_by_step(
+    draft: Eagle3, ends: TargetEnds, features: Tensor, tokens: Tensor, count: int
+) -> Tensor:
     scores, state, cache = draft.begin(features[None], ends.embed(tokens[1:])[None])
     drafted = [draft.vocabulary.to_target(scores.argmax(-1))]
     while len(drafted) < count:
@@ -58,7 +62,14 @@ def _step_by_step(draft: Eagle3, ends: TargetEnds, features: Tensor, tokens: Ten
 
 @torch.no_grad()
 def speculate(
-    model: Any, draft: nn.Module, ends: TargetEnds, tokens: Tensor, *, layers: list[int], length: int, count: int
+    model: Any,
+    draft: nn.Module,
+    ends: TargetEnds,
+    tokens: Tensor,
+    *,
+    layers: list[int],
+    length: int,
+    count: int,
 ) -> tuple[Tensor, list[int]]:
     """Write on greedily.
 

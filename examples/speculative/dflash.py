@@ -68,12 +68,20 @@ class DFlash(nn.Module):
     """
 
     def __init__(
-        self, width: int, *, layers: int = 3, depth: int = 2, heads: int = 4, hidden: int | None = None
+        self,
+        width: int,
+        *,
+        layers: int = 3,
+        depth: int = 2,
+        heads: int = 4,
+        hidden: int | None = None,
     ) -> None:
         super().__init__()
         self.fuse = nn.Linear(layers * width, width, bias=False)
         self.context_norm, self.norm = (nn.RMSNorm(width, eps=1e-6) for _ in range(2))
-        self.layers = nn.ModuleList(DFlashLayer(width, heads, hidden or 4 * width) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            DFlashLayer(width, heads, hidden or 4 * width) for _ in range(depth)
+        )
 
     def forward(self, features: Tensor, blocks: Tensor, anchors: Tensor) -> dict[str, Tensor]:
         """Return what the target's head makes predictions of.
@@ -134,7 +142,9 @@ def valid_anchors(supervised: Tensor) -> Tensor:
     return starts.nonzero()[:, 0]
 
 
-def draw_anchors(supervised: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def draw_anchors(
+    supervised: Tensor, count: int, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
     """Return anchors of a sequence, and which of them are real.
 
     Where there are fewer than asked for, the rest is 0 and has no weight.

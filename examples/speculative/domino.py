@@ -42,7 +42,9 @@ class Domino(DFlash):
         super().__init__(width, layers=layers, depth=depth, heads=heads, hidden=hidden)
         self.memory = nn.GRU(width, state, batch_first=True)
         self.correction = nn.Sequential(
-            nn.Linear(width + state, rank, bias=False), nn.SiLU(), nn.Linear(rank, tokens, bias=False)
+            nn.Linear(width + state, rank, bias=False),
+            nn.SiLU(),
+            nn.Linear(rank, tokens, bias=False),
         )
         # The draft begins as DFlash.
         last = self.correction[2]
@@ -68,7 +70,9 @@ class Domino(DFlash):
         states = states.unflatten(0, known.shape[:2])
         return {"hidden": hidden, "correction": self.correction(torch.cat([hidden, states], -1))}
 
-    def correct(self, hidden: Tensor, embedding: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def correct(
+        self, hidden: Tensor, embedding: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the correction of the next token, one token at a time.
 
         Args:

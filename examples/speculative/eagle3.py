@@ -58,10 +58,14 @@ class Eagle3Layer(DecoderLayer):
         super().__init__(width, heads, hidden, inputs=2 * width)
         self.embedding_norm, self.state_norm = (nn.RMSNorm(width, eps=1e-6) for _ in range(2))
 
-    def project(self, states: Tensor, embeddings: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, states: Tensor, embeddings: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values (B, H, T, D) of states and embeddings (B, T, d) at positions (T,)."""
         inputs = torch.cat([self.embedding_norm(embeddings), self.state_norm(states)], -1)
-        return self.attention.queries(inputs, positions), *self.attention.keys_values(inputs, positions)
+        return self.attention.queries(inputs, positions), *self.attention.keys_values(
+            inputs, positions
+        )
 
 
 class Eagle3(nn.Module):
@@ -76,7 +80,13 @@ class Eagle3(nn.Module):
     """
 
     def __init__(
-        self, width: int, vocabulary: DraftVocabulary, *, layers: int = 3, heads: int = 4, hidden: int | None = None
+        self,
+        width: int,
+        vocabulary: DraftVocabulary,
+        *,
+        layers: int = 3,
+        heads: int = 4,
+        hidden: int | None = None,
     ) -> None:
         super().__init__()
         self.vocabulary = vocabulary
@@ -101,7 +111,9 @@ class Eagle3(nn.Module):
         scores = []
         for step in range(steps):
             positions = torch.arange(features.shape[1], device=features.device) + step
-            queries, keys, values = self.layer.project(states, shift_left(embeddings, 1 + step), positions)
+            queries, keys, values = self.layer.project(
+                states, shift_left(embeddings, 1 + step), positions
+            )
             own.append((keys, values))
             states = self.layer.finish(states, attend_to_prefix_and_own(queries, own))
             scores.append(self.head(self.norm(states)))
@@ -121,10 +133,14 @@ class Eagle3(nn.Module):
         queries, keys, values = self.layer.project(
             states, embeddings, torch.arange(features.shape[1], device=features.device)
         )
-        states = self.layer.finish(states, attend_to_prefix_and_own(queries, [(keys, values)]))[:, -1:]
+        states = self.layer.finish(states, attend_to_prefix_and_own(queries, [(keys, values)]))[
+            :, -1:
+        ]
         return self.head(self.norm(states))[:, 0], states, Cache(keys, values)
 
-    def extend(self, state: Tensor, embedding: Tensor, cache: Cache) -> tuple[Tensor, Tensor, Cache]:
+    def extend(
+        self, state: Tensor, embedding: Tensor, cache: Cache
+    ) -> tuple[Tensor, Tensor, Cache]:
         """Read one token more, as a rule the one that the last scores have brought about.
 
         Args:
@@ -135,7 +151,9 @@ class Eagle3(nn.Module):
         Returns:
             Scores (B, v) of the next token, its state and cache.
         """
-        queries, keys, values = self.layer.project(state, embedding, torch.tensor([cache.length], device=state.device))
+        queries, keys, values = self.layer.project(
+            state, embedding, torch.tensor([cache.length], device=state.device)
+        )
         cache = cache.with_more(keys, values)
         attended = nn.functional.scaled_dot_product_attention(queries, cache.keys, cache.values)
         state = self.layer.finish(state, attended)
@@ -156,7 +174,10 @@ def attend_to_prefix_and_own(queries: Tensor, steps: list[tuple[Tensor, Tensor]]
     length = queries.shape[2]
     prefix = queries @ keys.transpose(-1, -2)
     hidden = torch.ones(length, length, dtype=torch.bool, device=queries.device).triu(1)
-    scores = [prefix.masked_fill(hidden, -torch.inf), *((queries * own).sum(-1, keepdim=True) for own, _ in later)]
+    scores = [
+        prefix.masked_fill(hidden, -torch.inf),
+        *((queries * own).sum(-1, keepdim=True) for own, _ in later),
+    ]
     shares = torch.softmax(torch.cat(scores, -1) * queries.shape[-1] ** -0.5, -1)
     attended = shares[..., :length] @ values
     for number, (_, own_values) in enumerate(later):
@@ -164,7 +185,9 @@ def attend_to_prefix_and_own(queries: Tensor, steps: list[tuple[Tensor, Tensor]]
     return attended
 
 
-def counting_positions(supervised: Tensor, best: Tensor, vocabulary: DraftVocabulary, steps: int) -> Tensor:
+def counting_positions(
+    supervised: Tensor, best: Tensor, vocabulary: DraftVocabulary, steps: int
+) -> Tensor:
     """Return which positions count in each step: what is predicted is supervised, and the target's choice is a token that the draft has.
 
     Args:

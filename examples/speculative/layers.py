@@ -54,7 +54,9 @@ class Attention(nn.Module):
         theta: Base of the rotary wave lengths.
     """
 
-    def __init__(self, width: int, heads: int, *, inputs: int | None = None, theta: float = 10000.0) -> None:
+    def __init__(
+        self, width: int, heads: int, *, inputs: int | None = None, theta: float = 10000.0
+    ) -> None:
         super().__init__()
         if width % (2 * heads):
             raise ValueError(
@@ -62,7 +64,9 @@ class Attention(nn.Module):
             )
         self.heads = heads
         self.theta = theta
-        self.query, self.key, self.value = (nn.Linear(inputs or width, width, bias=False) for _ in range(3))
+        self.query, self.key, self.value = (
+            nn.Linear(inputs or width, width, bias=False) for _ in range(3)
+        )
         self.output = nn.Linear(width, width, bias=False)
 
     def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:

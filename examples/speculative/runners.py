@@ -48,7 +48,9 @@ class DraftConfig(dl.RunnerConfig):
         self.score_name = "acceptance_length"
         self.target.path = "experiments/target"
         self.target.layers = 3
-        self.draft.update({"heads": 4, "depth": 2, "steps": 7, "vocabulary": 48, "block": 8, "anchors": 16})
+        self.draft.update(
+            {"heads": 4, "depth": 2, "steps": 7, "vocabulary": 48, "block": 8, "anchors": 16}
+        )
         self.dataloader.batch_size = 8
         self.optim = {"type": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.0}
         self.scheduler = {"type": "cosine", "warmup_steps": 0.05, "final_lr_ratio": 0.1}
@@ -81,7 +83,11 @@ class DraftRunner(dl.Runner):
     """Tokens that are drafted at a time, K."""
 
     def __init__(
-        self, config: dl.RunnerConfig, *, train: StreamLoader | Dataset[Any], val: Dataset[Any] | None = None
+        self,
+        config: dl.RunnerConfig,
+        *,
+        train: StreamLoader | Dataset[Any],
+        val: Dataset[Any] | None = None,
     ) -> None:
         super().__init__(config)
         self.config.dataloader.collate_fn = collate
@@ -133,14 +139,18 @@ class DraftRunner(dl.Runner):
         """Return the loss, what is accepted at each position, and lengths, which are made of sums over all ranks."""
         figures = super().summarize(split, totals)
         found = lengths(figures, self.positions)
-        return {name: figure for name, figure in figures.items() if not name.startswith("expected_")} | found
+        return {
+            name: figure for name, figure in figures.items() if not name.startswith("expected_")
+        } | found
 
     def export(self, path: str | Path) -> None:
         """Write the draft's weights as safetensors. Call on all ranks."""
         with self.whole_weights():
             if self.is_main_process:
                 export_weights(
-                    path, self.unwrapped_model.state_dict(), metadata={"draft": type(self.unwrapped_model).__name__}
+                    path,
+                    self.unwrapped_model.state_dict(),
+                    metadata={"draft": type(self.unwrapped_model).__name__},
                 )
 
 
@@ -153,7 +163,9 @@ class Eagle3Runner(DraftRunner):
         self.positions = draft.steps
         counts = torch.load(Path(self.config.target.path) / "token_counts.pt", weights_only=True)
         vocabulary = DraftVocabulary.most_frequent(counts, min(draft.vocabulary, len(counts)))
-        return Eagle3(self.target.width, vocabulary, layers=self.config.target.layers, heads=draft.heads)
+        return Eagle3(
+            self.target.width, vocabulary, layers=self.config.target.layers, heads=draft.heads
+        )
 
     @property
     def vocabulary(self) -> DraftVocabulary:
@@ -178,7 +190,11 @@ class Eagle3Runner(DraftRunner):
             "supervised": shift_left(supervised, 1),
         }
         return {
-            "input": {"features": samples["features"], "embeddings": embeddings, "steps": self.positions},
+            "input": {
+                "features": samples["features"],
+                "embeddings": embeddings,
+                "steps": self.positions,
+            },
             "target": target,
         }
 
@@ -189,7 +205,9 @@ class Eagle3Runner(DraftRunner):
     def measure(self, pred: Tensor, target: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """Return acceptance by step."""
         drafted = self.vocabulary.to_target(pred.argmax(-1))
-        target_shares = at_steps(target["teacher"].exp() * target["share"][..., None], self.positions)
+        target_shares = at_steps(
+            target["teacher"].exp() * target["share"][..., None], self.positions
+        )
         expected = expected_acceptance(target_shares, pred.softmax(-1))
         return (
             drafted == at_steps(target["best"], self.positions),
@@ -205,7 +223,12 @@ class DFlashRunner(DraftRunner):
         """Return the draft."""
         draft = self.config.draft
         self.positions = draft.block - 1
-        return DFlash(self.target.width, layers=self.config.target.layers, depth=draft.depth, heads=draft.heads)
+        return DFlash(
+            self.target.width,
+            layers=self.config.target.layers,
+            depth=draft.depth,
+            heads=draft.heads,
+        )
 
     def anchors(self, supervised: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return where the blocks of a batch begin, int64 (B, A), and which of them are real.
@@ -231,14 +254,24 @@ class DFlashRunner(DraftRunner):
         block, supervised = self.config.draft.block, samples["loss_mask"]
         anchors, real = self.anchors(supervised, samples["index"])
         tokens, counts = block_tokens(samples["input_ids"], supervised, anchors, real, block)
-        masked = torch.cat([tokens[..., :1], torch.full_like(tokens[..., 1:], self.target.tokens - 1)], -1)
-        inputs = {"features": samples["features"], "blocks": self.target.embed(masked), "anchors": anchors}
-        target = {"tokens": tokens, "weights": block_weights(counts, decay_of(block)), "counts": counts}
+        masked = torch.cat(
+            [tokens[..., :1], torch.full_like(tokens[..., 1:], self.target.tokens - 1)], -1
+        )
+        inputs = {
+            "features": samples["features"],
+            "blocks": self.target.embed(masked),
+            "anchors": anchors,
+        }
+        target = {
+            "tokens": tokens,
+            "weights": block_weights(counts, decay_of(block)),
+            "counts": counts,
+        }
         if self.mode == "evaluate":
             # What the target says of x_{a+k} is one position before it.
-            places = (anchors[..., None] + torch.arange(block - 1, device=anchors.device)).clamp_max(
-                supervised.shape[1] - 1
-            )
+            places = (
+                anchors[..., None] + torch.arange(block - 1, device=anchors.device)
+            ).clamp_max(supervised.shape[1] - 1)
             batch = torch.arange(len(anchors), device=anchors.device)[:, None, None]
             target["teacher"] = self.target.scores(samples["final"][batch, places])
         return {"input": inputs, "target": target}
@@ -249,7 +282,9 @@ class DFlashRunner(DraftRunner):
 
     def compute_loss(self, pred: Tensors, target: Tensors) -> Tensor:
         """Return the weighted mean of the cross-entropy of the tokens."""
-        return weighted_cross_entropy(self.drafted_scores(pred), target["tokens"][..., 1:], target["weights"])
+        return weighted_cross_entropy(
+            self.drafted_scores(pred), target["tokens"][..., 1:], target["weights"]
+        )
 
     def measure(self, pred: Tensors, target: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """Return acceptance by position of a block."""
@@ -299,5 +334,9 @@ class DominoRunner(DFlashRunner):
         return (1 - share) * super().compute_loss(pred, target) + share * base
 
 
-RUNNERS: dict[str, type[DraftRunner]] = {"eagle3": Eagle3Runner, "dflash": DFlashRunner, "domino": DominoRunner}
+RUNNERS: dict[str, type[DraftRunner]] = {
+    "eagle3": Eagle3Runner,
+    "dflash": DFlashRunner,
+    "domino": DominoRunner,
+}
 """For a command line; a program of one's own names the class."""

@@ -66,7 +66,9 @@ def spread_layers(depth: int, count: int) -> list[int]:
         ValueError: If there are fewer.
     """
     if count > depth:
-        raise ValueError(f"Expected at most as many captured layers as the target has. Received: {count} of {depth}.")
+        raise ValueError(
+            f"Expected at most as many captured layers as the target has. Received: {count} of {depth}."
+        )
     first, last = (1, depth - 3) if depth - 3 >= count else (0, depth - 1)
     return [first + (last - first) * number // max(count - 1, 1) for number in range(count)]
 
@@ -118,7 +120,9 @@ class TargetEnds:
 
         def read(name: str) -> Tensor | None:
             with safe_open(
-                str(directory / files.get(name, "model.safetensors")), "pt", device=str(device or "cpu")
+                str(directory / files.get(name, "model.safetensors")),
+                "pt",
+                device=str(device or "cpu"),
             ) as weights:
                 tensor: Tensor | None = weights.get_tensor(name) if name in weights.keys() else None  # noqa: SIM118
                 return tensor

@@ -26,11 +26,17 @@ class DraftVocabulary(nn.Module):
     def __init__(self, tokens: Tensor, size: int) -> None:
         super().__init__()
         ordered = tokens.sort().values
-        if not len(tokens) or bool((ordered.diff() == 0).any()) or not 0 <= int(ordered[0]) <= int(ordered[-1]) < size:
+        if (
+            not len(tokens)
+            or bool((ordered.diff() == 0).any())
+            or not 0 <= int(ordered[0]) <= int(ordered[-1]) < size
+        ):
             raise ValueError(
                 f"Expected different tokens in [0, {size}). Received: {tokens.tolist()[:20]}... Leave out the others."
             )
-        self.register_buffer("t2d", torch.zeros(size, dtype=torch.bool).index_fill(0, ordered, True))
+        self.register_buffer(
+            "t2d", torch.zeros(size, dtype=torch.bool).index_fill(0, ordered, True)
+        )
         self.register_buffer("d2t", ordered - torch.arange(len(ordered)))
 
     @classmethod

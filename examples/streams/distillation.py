@@ -72,13 +72,18 @@ class NoisyDigits(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(derive_seed("noise", index))
         image = self.images[index % len(self.images)]
-        return {"id": torch.tensor(index), "image": image + 0.1 * torch.randn(64, generator=generator)}
+        return {
+            "id": torch.tensor(index),
+            "image": image + 0.1 * torch.randn(64, generator=generator),
+        }
 
 
 class Teacher(FeatureProducer):
     """Publishes images with what the teacher says of them."""
 
-    def __init__(self, config: dl.RunnerConfig, model: nn.Module, count: int, **stream: Any) -> None:
+    def __init__(
+        self, config: dl.RunnerConfig, model: nn.Module, count: int, **stream: Any
+    ) -> None:
         super().__init__(config, **stream)
         self.model = model
         self.datasets = {"train": NoisyDigits(count)}
@@ -100,7 +105,9 @@ class Student(Classifier):
         if not target.is_floating_point():
             loss: Tensor = self.criterion(pred, target)
             return loss
-        return F.cross_entropy(pred / TEMPERATURE, (target / TEMPERATURE).softmax(-1)) * TEMPERATURE**2
+        return (
+            F.cross_entropy(pred / TEMPERATURE, (target / TEMPERATURE).softmax(-1)) * TEMPERATURE**2
+        )
 
     def batch_weight(self, data: Any, target: Any) -> float | Tensor:
         """Return the number of samples, over which both losses are means."""
@@ -129,7 +136,9 @@ if __name__ == "__main__":
     store, channel = MemoryStore(), MemoryChannel()
     produces = dl.RunnerConfig(seed=1, lineage="soft", dataloader={"batch_size": 50})
     with (
-        Teacher(produces, model, 20 * (config.steps or 0), store=store, channel=channel) as producer,
+        Teacher(
+            produces, model, 20 * (config.steps or 0), store=store, channel=channel
+        ) as producer,
         Student(config, width=16, train=StreamLoader(store, channel, batch_size=20)) as student,
     ):
         run_together(producer, student)

@@ -41,7 +41,11 @@ class Digits(Dataset[dict[str, Tensor]]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"id": torch.tensor(index), "input": self.images[index], "target": self.labels[index]}
+        return {
+            "id": torch.tensor(index),
+            "input": self.images[index],
+            "target": self.labels[index],
+        }
 
 
 class Encoder(nn.Module):
@@ -79,7 +83,10 @@ class Head(dl.Runner):
         super().__init__(config)
         count = len(data)  # type: ignore[arg-type]
         first = count - count // 4
-        self.datasets = {"train": Subset(data, range(first)), "test": Subset(data, range(first, count))}
+        self.datasets = {
+            "train": Subset(data, range(first)),
+            "test": Subset(data, range(first, count)),
+        }
         self.model = nn.Linear(width, 10)
         self.criterion = nn.CrossEntropyLoss()
         self.metrics = {"acc": dl.metrics.accuracy}

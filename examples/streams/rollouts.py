@@ -19,7 +19,14 @@ from torch.nn import functional as F
 
 import danling as dl
 from danling.data import derive_seed
-from danling.stream import FeatureProducer, MemoryChannel, MemoryStore, Sample, StreamLoader, run_together
+from danling.stream import (
+    FeatureProducer,
+    MemoryChannel,
+    MemoryStore,
+    Sample,
+    StreamLoader,
+    run_together,
+)
 
 SIDE, MOVES = 6, 16
 STEPS = torch.tensor([[1, 0], [-1, 0], [0, 1], [0, -1]])
@@ -52,7 +59,9 @@ def play(policy: nn.Module, episodes: Sequence[int], seed: int) -> dict[str, Ten
     """
     drawn = torch.stack(
         [
-            torch.rand(MOVES + 1, generator=torch.Generator().manual_seed(derive_seed(seed, number)))
+            torch.rand(
+                MOVES + 1, generator=torch.Generator().manual_seed(derive_seed(seed, number))
+            )
             for number in episodes
         ]
     )
@@ -75,7 +84,9 @@ def play(policy: nn.Module, episodes: Sequence[int], seed: int) -> dict[str, Ten
 class Player(FeatureProducer):
     """Plays with the weights that the learner has at the time."""
 
-    def __init__(self, config: dl.RunnerConfig, learner: Learner, episodes: int, **stream: Any) -> None:
+    def __init__(
+        self, config: dl.RunnerConfig, learner: Learner, episodes: int, **stream: Any
+    ) -> None:
         super().__init__(config, **stream)
         self.learner = learner
         self.model = Policy().requires_grad_(False)
@@ -144,7 +155,12 @@ if __name__ == "__main__":
     with (
         Learner(config, loader) as learner,
         Player(
-            produces, learner, size * (config.steps or 0), store=store, channel=channel, max_in_flight=played
+            produces,
+            learner,
+            size * (config.steps or 0),
+            store=store,
+            channel=channel,
+            max_in_flight=played,
         ) as player,
     ):
         before = moves_of(learner.unwrapped_model)

@@ -41,7 +41,9 @@ class Training:
                 digits = TensorDataset(images.float() / 16, labels)
                 parts = random_split(digits, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
                 self.datasets = dict(zip(("train", "val"), parts))
-                self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
+                self.model = nn.Sequential(
+                    nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10)
+                )
                 self.criterion = nn.CrossEntropyLoss()
                 self.metrics = {"acc": dl.metrics.accuracy}
 
@@ -77,7 +79,9 @@ def settings_of(root: Path, lr: float, epochs: int) -> dict[str, Any]:
     }
 
 
-def make_executor(root: Path, cluster: str | None = "local", partition: str | None = None) -> submitit.AutoExecutor:
+def make_executor(
+    root: Path, cluster: str | None = "local", partition: str | None = None
+) -> submitit.AutoExecutor:
     """Return what starts jobs, with an hour and one process for each."""
     executor = submitit.AutoExecutor(folder=root / "jobs-%j", cluster=cluster)
     executor.update_parameters(timeout_min=60, tasks_per_node=1, cpus_per_task=1)
@@ -95,7 +99,10 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("jobs"))
     options = parser.parse_args()
     executor = make_executor(options.root, options.cluster, options.partition)
-    jobs = {lr: executor.submit(Training(), settings_of(options.root, lr, options.epochs)) for lr in (1e-3, 1e-2, 1e-1)}
+    jobs = {
+        lr: executor.submit(Training(), settings_of(options.root, lr, options.epochs))
+        for lr in (1e-3, 1e-2, 1e-1)
+    }
     for lr, job in jobs.items():
         print(f"lr {lr:g}: best val accuracy {job.result():.3f}")
 

@@ -41,12 +41,17 @@ class Trial(Digits):
 
 def objective(trial: optuna.Trial, root: Path, epochs: int) -> float:
     """Train with the settings of a trial and return its best score."""
-    config = dl.RunnerConfig(seed=1, epochs=epochs, score_name="acc", workspace_root=str(root), lineage="trials")
+    config = dl.RunnerConfig(
+        seed=1, epochs=epochs, score_name="acc", workspace_root=str(root), lineage="trials"
+    )
     config.auto_resume, config.log, config.dataloader.batch_size = True, False, 32
     config.optim = {"type": "adamw", "lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True)}
     config.model = {"width": trial.suggest_int("width", 16, 256, log=True)}
     with Trial(config, trial) as runner:
-        for epoch, score in runner.scores.items():  # of the attempt before, which the pruner has to know
+        for (
+            epoch,
+            score,
+        ) in runner.scores.items():  # of the attempt before, which the pruner has to know
             runner.report(epoch, score)
         runner.train()
         if runner.pruned:
@@ -77,9 +82,13 @@ def main() -> None:
         study.tell(killed.number, state=TrialState.FAIL)
         study.enqueue_trial(killed.params)
     finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-    study.optimize(lambda trial: objective(trial, options.root, options.epochs), options.trials - len(finished))
+    study.optimize(
+        lambda trial: objective(trial, options.root, options.epochs), options.trials - len(finished)
+    )
     pruned = study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
-    print(f"best val accuracy {study.best_value:.3f} with {study.best_params}; {len(pruned)} trials were pruned")
+    print(
+        f"best val accuracy {study.best_value:.3f} with {study.best_params}; {len(pruned)} trials were pruned"
+    )
 
 
 if __name__ == "__main__":

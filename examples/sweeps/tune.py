@@ -35,12 +35,17 @@ class Trial(Digits):
 
 def train(settings: dict[str, Any]) -> None:
     """Train with the settings of a trial, in a worker of Ray."""
-    config = dl.RunnerConfig(seed=1, epochs=settings["epochs"], score_name="acc", lineage="trials", auto_resume=True)
+    config = dl.RunnerConfig(
+        seed=1, epochs=settings["epochs"], score_name="acc", lineage="trials", auto_resume=True
+    )
     config.workspace_root, config.dataloader.batch_size = settings["root"], 32
     config.optim = {"type": "adamw", "lr": settings["lr"]}
     config.model = {"width": settings["width"]}
     with Trial(config) as runner:
-        for epoch, score in runner.scores.items():  # of the attempt before, which the scheduler has to know
+        for (
+            epoch,
+            score,
+        ) in runner.scores.items():  # of the attempt before, which the scheduler has to know
             runner.report(epoch, score)
         runner.train()
 
@@ -49,7 +54,9 @@ def search(root: Path, trials: int, epochs: int, at_once: int) -> tune.ResultGri
     """Return the results of the search in a directory, begun or gone on with."""
     place = root / "tune"
     if tune.Tuner.can_restore(str(place)):
-        return tune.Tuner.restore(str(place), train, resume_unfinished=True, resume_errored=True).fit()
+        return tune.Tuner.restore(
+            str(place), train, resume_unfinished=True, resume_errored=True
+        ).fit()
     space = {"lr": tune.loguniform(1e-4, 1e-1), "width": tune.choice([16, 32, 64, 128, 256])}
     how = tune.TuneConfig(
         metric="acc",
@@ -60,7 +67,9 @@ def search(root: Path, trials: int, epochs: int, at_once: int) -> tune.ResultGri
     )
     where = tune.RunConfig(name=place.name, storage_path=str(root), verbose=0)
     fixed = {"root": str(root / "runs"), "epochs": epochs}
-    return tune.Tuner(train, param_space={**space, **fixed}, tune_config=how, run_config=where).fit()
+    return tune.Tuner(
+        train, param_space={**space, **fixed}, tune_config=how, run_config=where
+    ).fit()
 
 
 def main() -> None:
@@ -72,14 +81,22 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("search"))
     options = parser.parse_args()
     # Workers can import the modules next to this program, and whatever else this process can.
-    paths = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    ray.init(include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}, log_to_driver=False)
+    paths = os.pathsep.join(
+        [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    )
+    ray.init(
+        include_dashboard=False,
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+        log_to_driver=False,
+    )
     results = search(options.root.resolve(), options.trials, options.epochs, options.at_once)
     ends = [metrics for place in range(len(results)) if (metrics := results[place].metrics)]
     best = max(ends, key=lambda end: end["acc"])
     stopped = sum(end["epoch"] < options.epochs for end in ends)
     found = {name: best["config"][name] for name in ("lr", "width")}
-    print(f"best val accuracy {best['acc']:.3f} with {found}; {stopped} of {len(results)} trials were stopped early")
+    print(
+        f"best val accuracy {best['acc']:.3f} with {found}; {stopped} of {len(results)} trials were stopped early"
+    )
 
 
 if __name__ == "__main__":

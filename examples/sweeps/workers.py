@@ -55,7 +55,9 @@ def main() -> None:
         "model": {"width": 64},
     }
     # Workers can import the modules next to this program, and whatever else this process can.
-    paths = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    paths = os.pathsep.join(
+        [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    )
     ray.init(runtime_env={"env_vars": {"PYTHONPATH": paths}})
     trainer = TorchTrainer(
         train,

@@ -19,7 +19,18 @@ import danling as dl
 from danling.training import NonFiniteError
 
 from .processes import PATIENCE, forked, kill_tree
-from .trainings import MLP, ON_CPU, SCRATCH, Found, SmallGPT, fingerprint, peak_gib, settings, synchronize, timed
+from .trainings import (
+    MLP,
+    ON_CPU,
+    SCRATCH,
+    Found,
+    SmallGPT,
+    fingerprint,
+    peak_gib,
+    settings,
+    synchronize,
+    timed,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +54,9 @@ def environment() -> Found:
     }
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     timed(lambda: [square @ square for _ in range(3)])
-    found["bf16_tflops"] = round(2 * 8192**3 * 10 / timed(lambda: [square @ square for _ in range(10)]) / 1e12)
+    found["bf16_tflops"] = round(
+        2 * 8192**3 * 10 / timed(lambda: [square @ square for _ in range(10)]) / 1e12
+    )
     size = 1 << 28
     there = torch.empty(size, dtype=torch.uint8, device="cuda")
     hosts = {"pinned": torch.empty(size, dtype=torch.uint8, pin_memory=True)}
@@ -93,12 +106,18 @@ def resume(precision: str) -> Found:
         "auto_resume": True,
     }
     tag = f"resume-{precision}"
-    found = {"straight": forked(_train, f"{tag}-a", more), "again": forked(_train, f"{tag}-b", more)}
+    found = {
+        "straight": forked(_train, f"{tag}-a", more),
+        "again": forked(_train, f"{tag}-b", more),
+    }
     found["killed"] = forked(_train, f"{tag}-c", more, 50)
     found["after SIGKILL"] = forked(_train, f"{tag}-c", more)
     found["terminated"] = forked(_train, f"{tag}-d", more, -1, 30)
     found["after SIGTERM"] = forked(_train, f"{tag}-d", more)
-    bits = {name: found[name].get("bits") for name in ("straight", "again", "after SIGKILL", "after SIGTERM")}
+    bits = {
+        name: found[name].get("bits")
+        for name in ("straight", "again", "after SIGKILL", "after SIGTERM")
+    }
     resumed = [found[name].get("first", 0) for name in ("after SIGKILL", "after SIGTERM")]
     passed = len(set(bits.values())) == 1 and None not in bits.values() and min(resumed) > 0
     return {"passed": passed, "bits": bits, "resumed_from": resumed, "runs": found}
@@ -119,12 +138,17 @@ class Poisoned(MLP):
 def _poisoned(skips: bool) -> Found:
     found: Found = {}
     saves = {"load_only": False, "interval": 5}
-    with Poisoned(settings(f"poison-{skips}", steps=20, skip_nonfinite_grad=skips, checkpoint=saves)) as runner:
+    with Poisoned(
+        settings(f"poison-{skips}", steps=20, skip_nonfinite_grad=skips, checkpoint=saves)
+    ) as runner:
         try:
             runner.train()
         except NonFiniteError as error:
             found["raised"] = str(error)[:300]
-        found |= {"step": runner.state.train.global_step, "skipped": runner.state.train.skipped_updates}
+        found |= {
+            "step": runner.state.train.global_step,
+            "skipped": runner.state.train.skipped_updates,
+        }
         directory = runner.workspace.dir / "checkpoints"
     # After `close`, which waits for the background.
     saved = sorted(path.name for path in directory.glob("ckpt*.pth"))
@@ -144,7 +168,9 @@ def nonfinite() -> Found:
     raises, skips = found["raises"], found["skips"]
     is_named = "at step 8" in raises.get("raised", "")
     nothing_saved = not raises.get("saved_with_nan", True) and not skips.get("saved_with_nan", True)
-    found["passed"] = is_named and nothing_saved and skips.get("skipped") == 1 and skips.get("step") == 20
+    found["passed"] = (
+        is_named and nothing_saved and skips.get("skipped") == 1 and skips.get("step") == 20
+    )
     return found
 
 
@@ -170,7 +196,9 @@ def _hungry(more: dict[str, Any], limit_gib: float | None) -> Found:
     if limit_gib is not None and not ON_CPU:
         torch.cuda.set_per_process_memory_fraction(limit_gib * 2**30 / torch.cuda.mem_get_info()[1])
     found: Found = {}
-    with Hungry(settings(f"memory-{time.time_ns()}", steps=3, deterministic=True, **more)) as runner:
+    with Hungry(
+        settings(f"memory-{time.time_ns()}", steps=3, deterministic=True, **more)
+    ) as runner:
         try:
             runner.train()
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -187,11 +215,17 @@ def _hungry(more: dict[str, Any], limit_gib: float | None) -> Found:
 
 def out_of_memory() -> Found:
     """Memory that runs out for real: the update is made again, with the bits of a run with that size from the start."""
-    loader: dict[str, Any] = {"batch_size": None, "global_batch_size": Hungry.samples, "micro_batch_size": "auto"}
+    loader: dict[str, Any] = {
+        "batch_size": None,
+        "global_batch_size": Hungry.samples,
+        "micro_batch_size": "auto",
+    }
     found: Found = {"auto": forked(_hungry, {"dataloader": loader}, 2.5)}
     size = found["auto"].get("micro_batch_size")
     if size:
-        found["that size"] = forked(_hungry, {"dataloader": {**loader, "micro_batch_size": size}}, None)
+        found["that size"] = forked(
+            _hungry, {"dataloader": {**loader, "micro_batch_size": size}}, None
+        )
     found["no retry"] = forked(_hungry, {"dataloader": {"batch_size": Hungry.samples}}, 2.5)
     is_same = bool(size) and found["auto"].get("bits") == found["that size"].get("bits")
     found["passed"] = is_same and bool(found["no retry"].get("reports"))
@@ -205,7 +239,9 @@ def _digests(name: str, more: dict[str, Any]) -> list[str]:
     with SmallGPT(settings(name, **more)) as runner:
         runner.train()
         directory = runner.workspace.dir
-    return [json.loads(line)["total"] for line in (directory / "digests.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["total"] for line in (directory / "digests.jsonl").read_text().splitlines()
+    ]
 
 
 def audit() -> Found:
@@ -237,7 +273,11 @@ class Measured(SmallGPT):
             synchronize()
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             allocated = None if ON_CPU else torch.cuda.memory_allocated()
-            note = {"step": step, "allocated": allocated, "rss_mb": round(pages * resource.getpagesize() / 1e6, 1)}
+            note = {
+                "step": step,
+                "allocated": allocated,
+                "rss_mb": round(pages * resource.getpagesize() / 1e6, 1),
+            }
             self.notes.append(note)
         returned = super().train_step(data)
         self.log_metric("own", returned[1].detach())
@@ -266,7 +306,11 @@ def growth() -> Found:
         runner.train()
         notes = list(runner.notes)
     grown = None if ON_CPU else notes[-1]["allocated"] - notes[0]["allocated"]
-    return {"passed": len(notes) == 3 and (grown is None or abs(grown) < 1 << 20), "bytes": grown, "notes": notes}
+    return {
+        "passed": len(notes) == 3 and (grown is None or abs(grown) < 1 << 20),
+        "bytes": grown,
+        "notes": notes,
+    }
 
 
 # Compiled code
@@ -288,7 +332,10 @@ def graph() -> Found:
         "precision": "none" if ON_CPU else "bf16",
         "train_metrics": True,
     }
-    kept = {"precompile_artifact_dir": str(SCRATCH / "compiled"), **({"backend": "aot_eager"} if ON_CPU else {})}
+    kept = {
+        "precompile_artifact_dir": str(SCRATCH / "compiled"),
+        **({"backend": "aot_eager"} if ON_CPU else {}),
+    }
     plans: dict[str, tuple[str, dict[str, Any]]] = {
         "eager": ("graph-eager", base),
         "graph": ("graph-1", base | {"stack": "graph", "compile": kept}),
@@ -300,13 +347,22 @@ def graph() -> Found:
         evaluates = accumulated | {"evaluate_splits": ["val"], "evaluate_interval": 20}
         plans["eager, accum_steps=2"] = ("graph-3", accumulated)
         plans["CUDA graphs"] = ("graph-4", evaluates | {"compile": {"enable": True, **reduces}})
-        plans["graph, CUDA graphs"] = ("graph-5", evaluates | {"stack": "graph", "compile": reduces})
-    runs = {name: forked(_compiled, directory, more, timeout=100) for name, (directory, more) in plans.items()}
+        plans["graph, CUDA graphs"] = (
+            "graph-5",
+            evaluates | {"stack": "graph", "compile": reduces},
+        )
+    runs = {
+        name: forked(_compiled, directory, more, timeout=100)
+        for name, (directory, more) in plans.items()
+    }
     pairs = [("eager", "graph"), ("graph", "graph again")]
     if not ON_CPU:
         pairs += [("eager, accum_steps=2", name) for name in ("CUDA graphs", "graph, CUDA graphs")]
     apart = {f"{one} - {other}": _apart(runs[one], runs[other]) for one, other in pairs}
-    shown = {name: {**run, "losses": run["losses"][-3:]} if "losses" in run else run for name, run in runs.items()}
+    shown = {
+        name: {**run, "losses": run["losses"][-3:]} if "losses" in run else run
+        for name, run in runs.items()
+    }
     return {
         "passed": all(share is not None and share < 5e-3 for share in apart.values()),
         "apart": apart,
@@ -327,10 +383,18 @@ def _apart(one: Found, other: Found) -> float | None:
 
 def tests() -> Found:
     """The tests that can use a device: many compare with the CPU, and those are expected to differ; the counts are what matters."""
-    missing = [name for name in ("pytest", "pytest_timeout", "xdist") if importlib.util.find_spec(name) is None]
+    missing = [
+        name
+        for name in ("pytest", "pytest_timeout", "xdist")
+        if importlib.util.find_spec(name) is None
+    ]
     if missing:
         return {"skipped": f"without {', '.join(missing)}"}
-    folders = ["tests/optim"] if ON_CPU else ["tests/training", "tests/optim", "tests/metrics", "tests/supervision"]
+    folders = (
+        ["tests/optim"]
+        if ON_CPU
+        else ["tests/training", "tests/optim", "tests/metrics", "tests/supervision"]
+    )
     options = f"-v --no-header -p no:cacheprovider -n {2 if ON_CPU else 8} --timeout 60 --maxfail 400 --tb line".split()
     command = [sys.executable, "-m", "pytest", *options, *folders]
     environment = os.environ | {"DANLING_TEST_GPU": "1"}
@@ -349,6 +413,9 @@ def tests() -> Found:
         output, _ = process.communicate()
     print(output)
     lines = output.splitlines()
-    counts = {word: sum(f" {word} " in line for line in lines) for word in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    counts = {
+        word: sum(f" {word} " in line for line in lines)
+        for word in ("PASSED", "FAILED", "ERROR", "SKIPPED")
+    }
     failed = [line[:200] for line in lines if " FAILED " in line or " ERROR " in line]
     return {"exit": process.returncode, "counts": counts, "failed": failed[:80]}

@@ -35,7 +35,10 @@ from .trainings import (
 def mlp() -> Found:
     """An update and the loop by hand: where only the host's work counts, and where kernels take some time."""
     # A call of `train_steps` costs some milliseconds by itself: blocks are long.
-    sizes = {"10k parameters": ((64, 96, 36, 10), 32, 1500), "17M parameters": ((1024, 4096, 2048, 2048, 10), 128, 600)}
+    sizes = {
+        "10k parameters": ((64, 96, 36, 10), 32, 1500),
+        "17M parameters": ((1024, 4096, 2048, 2048, 10), 128, 600),
+    }
     if ON_CPU:
         sizes = {"10k parameters": ((64, 96, 36, 10), 32, 100)}
     return {title: _mlp(*size) for title, size in sizes.items()}
@@ -43,7 +46,9 @@ def mlp() -> Found:
 
 def _mlp(widths: tuple[int, ...], batch: int, block: int) -> Found:
     MLP.widths, MLP.batch, MLP.repeat = widths, batch, 100
-    runner = MLP(settings(f"mlp-{batch}", steps=0, max_grad_norm=1.0, dataloader={"batch_size": batch}))
+    runner = MLP(
+        settings(f"mlp-{batch}", steps=0, max_grad_norm=1.0, dataloader={"batch_size": batch})
+    )
     batches = [tuple(part.clone() for part in pair) for pair in runner.dataloaders["train"]]
     torch.manual_seed(0)
     model, criterion = build_mlp(widths).to(DEVICE), nn.CrossEntropyLoss()
@@ -51,7 +56,9 @@ def _mlp(widths: tuple[int, ...], batch: int, block: int) -> Found:
 
     def hand(reads_loss: bool = False) -> None:
         for index in range(block):
-            inputs, targets = (part.to(DEVICE, non_blocking=True) for part in batches[index % len(batches)])
+            inputs, targets = (
+                part.to(DEVICE, non_blocking=True) for part in batches[index % len(batches)]
+            )
             loss = criterion(model(inputs), targets)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -65,7 +72,11 @@ def _mlp(widths: tuple[int, ...], batch: int, block: int) -> Found:
         runner.train_steps()
 
     with runner:
-        ways = {"by hand": hand, "by hand, loss.item()": lambda: hand(reads_loss=True), "runner": ours}
+        ways = {
+            "by hand": hand,
+            "by hand, loss.item()": lambda: hand(reads_loss=True),
+            "runner": ours,
+        }
         return interleaved(ways, 2 if ON_CPU else 5, block, "by hand")
 
 
@@ -109,7 +120,9 @@ def gpt(compiled: bool) -> Found:
 
 def _stops(size: Size, mode: dict[str, Any], count: int) -> Found:
     name = f"saves-{time.time_ns()}"
-    runner, block = by_runner(name, replace(size, block=1), checkpoint={**mode, "load_only": False, "keep_latest_k": 1})
+    runner, block = by_runner(
+        name, replace(size, block=1), checkpoint={**mode, "load_only": False, "keep_latest_k": 1}
+    )
     stops, written = [], []
     with runner:
         block()
@@ -144,10 +157,19 @@ def _pinned_bytes() -> int | None:
 
 def saves(large: bool) -> Found:
     """For how long a save stops the loop, by mode; the first one also makes the memory for the copy."""
-    background, process = {"async_mode": "async"}, {"async_mode": "async_with_pinned_mem", "backend": "dcp"}
-    modes: dict[str, dict[str, Any]] = {"file, async": background, "dcp, async_with_pinned_mem": process}
+    background, process = (
+        {"async_mode": "async"},
+        {"async_mode": "async_with_pinned_mem", "backend": "dcp"},
+    )
+    modes: dict[str, dict[str, Any]] = {
+        "file, async": background,
+        "dcp, async_with_pinned_mem": process,
+    }
     if not large:
-        modes |= {"file, disabled": {"async_mode": "disabled"}, "dcp, async": {**background, "backend": "dcp"}}
+        modes |= {
+            "file, disabled": {"async_mode": "disabled"},
+            "dcp, async": {**background, "backend": "dcp"},
+        }
     size, count, limit = (BILLION, 2, 75) if large else (SMALLEST, 4, 60)
     return {name: forked(_stops, size, mode, count, timeout=limit) for name, mode in modes.items()}
 
@@ -169,9 +191,15 @@ def audits() -> Found:
         "plain": {},
         "digest every update": {"audit": {"digest_interval": 1}},
         "plain, deterministic": {"deterministic": True},
-        "replay every update, deterministic": {"deterministic": True, "audit": {"replay_interval": 1}},
+        "replay every update, deterministic": {
+            "deterministic": True,
+            "audit": {"replay_interval": 1},
+        },
     }
-    return {name: forked(_update, name, 2 if ON_CPU else 12, more, timeout=50) for name, more in plans.items()}
+    return {
+        name: forked(_update, name, 2 if ON_CPU else 12, more, timeout=50)
+        for name, more in plans.items()
+    }
 
 
 def canonical() -> Found:
@@ -180,7 +208,9 @@ def canonical() -> Found:
     loader["micro_batch_size"] = max(SMALLEST.batch_size // 4, 1)
     sums = ("fast", "canonical")
     more = {kind: {"gradient_sum": kind, "dataloader": loader} for kind in sums}
-    return {kind: forked(_update, kind, 2 if ON_CPU else 8, more[kind], timeout=60) for kind in sums}
+    return {
+        kind: forked(_update, kind, 2 if ON_CPU else 8, more[kind], timeout=60) for kind in sums
+    }
 
 
 # Attention
@@ -196,7 +226,10 @@ def _deterministic(asked: bool) -> Iterator[None]:
 
 
 def _attention(backend: SDPBackend, asked: bool, shape: tuple[int, ...], number: int) -> Found:
-    parts = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    parts = [
+        torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
     query, key, value = parts
     upstream = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
 
@@ -219,7 +252,9 @@ def attention() -> Found:
     for kind in kinds:
         for title, asked in (("", False), (", deterministic", True)):
             try:
-                found[kind.lower() + title] = _attention(getattr(SDPBackend, kind), asked, shape, number)
+                found[kind.lower() + title] = _attention(
+                    getattr(SDPBackend, kind), asked, shape, number
+                )
             except RuntimeError as error:
                 # Not every card and shape has each kernel, and some have no deterministic backward.
                 found[kind.lower() + title] = {"refused": failure(error)["error"][:200]}

@@ -46,12 +46,18 @@ class Size:
         return self.batch_size * self.model["context"]
 
 
-_TINY = Size({"vocab_size": 97, "context": 16, "width": 32, "depth": 2, "heads": 2}, 4, block=2, rounds=1)
+_TINY = Size(
+    {"vocab_size": 97, "context": 16, "width": 32, "depth": 2, "heads": 2}, 4, block=2, rounds=1
+)
 _GPT2 = {"vocab_size": 50257, "context": 1024, "width": 768, "depth": 12, "heads": 12}
 """GPT-2's smallest model (Radford et al., 2019): 124 million parameters."""
 
 SMALLEST = _TINY if ON_CPU else Size(_GPT2, 16, block=40, rounds=3)
-BILLION = _TINY if ON_CPU else Size({**_GPT2, "context": 256, "width": 1792, "depth": 24, "heads": 14}, 1, 1, 1)
+BILLION = (
+    _TINY
+    if ON_CPU
+    else Size({**_GPT2, "context": 256, "width": 1792, "depth": 24, "heads": 14}, 1, 1, 1)
+)
 """1.0 billion parameters, on batches of one short sequence: for saves."""
 
 
@@ -83,9 +89,13 @@ def build_model(size: Size) -> nn.Module:
     )
 
 
-def build_optimizer(model: nn.Module, fused: bool | None = None) -> tuple[torch.optim.Optimizer, LinearLR]:
+def build_optimizer(
+    model: nn.Module, fused: bool | None = None
+) -> tuple[torch.optim.Optimizer, LinearLR]:
     """Return optimizer and schedule, the same in both loops."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=not ON_CPU if fused is None else fused)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, fused=not ON_CPU if fused is None else fused
+    )
     return optimizer, LinearLR(optimizer, 1.0, 0.1, DECAY_STEPS)
 
 
@@ -106,7 +116,9 @@ class Benchmarked(dl.TorchRunner):
         return super().compute_loss(pred.flatten(0, 1), target.flatten())
 
 
-def by_runner(name: str, size: Size, *, workers: int = 0, **more: Any) -> tuple[dl.TorchRunner, Callable[[], None]]:
+def by_runner(
+    name: str, size: Size, *, workers: int = 0, **more: Any
+) -> tuple[dl.TorchRunner, Callable[[], None]]:
     """Return a runner in a directory of a name, and a function that makes one block of updates with it."""
     loader = {
         "batch_size": size.batch_size,
@@ -116,7 +128,9 @@ def by_runner(name: str, size: Size, *, workers: int = 0, **more: Any) -> tuple[
         "shuffle": False,
         **more.pop("dataloader", {}),
     }
-    config = settings(name, steps=0, precision="bf16", max_grad_norm=MAX_NORM, dataloader=loader, **more)
+    config = settings(
+        name, steps=0, precision="bf16", max_grad_norm=MAX_NORM, dataloader=loader, **more
+    )
     runner = Benchmarked(config, size)
 
     def block() -> None:
@@ -162,7 +176,9 @@ def gap_share(block: Callable[[], object]) -> float | None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         timed(block)
     events = profile.events() or []
-    spans = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA")
+    spans = sorted(
+        (e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"
+    )
     busy, reached = 0.0, float(spans[0][0])
     for begin, end in spans:
         busy += max(0.0, end - max(begin, reached))

@@ -74,7 +74,10 @@ def _available(reader: int) -> bytes:
 
 def failure(error: BaseException) -> dict[str, Any]:
     """Return an error as a record of what was found."""
-    return {"error": f"{type(error).__name__}: {error}"[:1500], "traceback": traceback.format_exc()[-2000:]}
+    return {
+        "error": f"{type(error).__name__}: {error}"[:1500],
+        "traceback": traceback.format_exc()[-2000:],
+    }
 
 
 def kill_tree(root: int) -> None:

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 _LOADER = {"batch_size": None, "global_batch_size": 16, "micro_batch_size": 4}
-_SHARDED = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}, "dataloader": {"batch_size": 8}}
+_SHARDED = {
+    "stack": "parallel",
+    "parallel": {"axes": {"shard": 2}},
+    "dataloader": {"batch_size": 8},
+}
 _CANONICAL = {"dataloader": _LOADER, "gradient_sum": "canonical"}
 CASES: dict[str, dict[str, Any]] = {
     "one": {"dataloader": {"batch_size": 16}},
@@ -24,7 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": {"dataloader": {"batch_size": 8}},
     "canonical": _CANONICAL,
     "canonical, 4": _CANONICAL,
-    "digests": {"dataloader": {"batch_size": 8}, "audit": {"digest_interval": 2, "replay_interval": 3}},
+    "digests": {
+        "dataloader": {"batch_size": 8},
+        "audit": {"digest_interval": 2, "replay_interval": 3},
+    },
     "shard": _SHARDED,
     "shard, save": _SHARDED | {"checkpoint": {"load_only": False, "interval": 3}},
     "shard, fp16": _SHARDED | {"precision": "fp16"},
@@ -41,14 +48,21 @@ def main(cases: str, file: str) -> None:
     from gpu_checks.trainings import SmallGPT, fingerprint, settings
 
     rank = os.environ.get("RANK", "0")
-    base = {"steps": 6, "deterministic": True, "max_grad_norm": 0.5, "comm": {"init_timeout_seconds": 40.0}}
+    base = {
+        "steps": 6,
+        "deterministic": True,
+        "max_grad_norm": 0.5,
+        "comm": {"init_timeout_seconds": 40.0},
+    }
     for name in cases.split(";"):
         found: dict[str, Any] = {"case": name, "rank": int(rank)}
         begin = time.perf_counter()
         try:
             # `backend` is gloo unless a case says otherwise.
             with SmallGPT(
-                settings(f"ranks-{name.replace(', ', '-')}", **{"backend": "gloo", **base, **CASES[name]})
+                settings(
+                    f"ranks-{name.replace(', ', '-')}", **{"backend": "gloo", **base, **CASES[name]}
+                )
             ) as runner:
                 runner.train()
                 found["losses"] = [float(loss) for loss in runner.losses][-4:]
@@ -69,7 +83,11 @@ def _launched(cases: str, number: int, timeout: float) -> dict[str, Any]:
     from gpu_checks.trainings import SCRATCH
 
     file = SCRATCH / f"ranks-{number}-{cases.split(';')[0].replace(', ', '-')}.jsonl"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)] if number > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+        if number > 1
+        else []
+    )
     command = [sys.executable, *launcher, __file__, cases, str(file)]
     process = subprocess.Popen(command, stdout=sys.stdout, stderr=sys.stderr)
     try:
@@ -78,7 +96,11 @@ def _launched(cases: str, number: int, timeout: float) -> dict[str, Any]:
         kill_tree(process.pid)
         process.wait()
         ended = f"no end within {timeout:g} s"
-    lines = [line for path in sorted(file.parent.glob(f"{file.name}.*")) for line in path.read_text().splitlines()]
+    lines = [
+        line
+        for path in sorted(file.parent.glob(f"{file.name}.*"))
+        for line in path.read_text().splitlines()
+    ]
     return {"exit": ended, "runs": [json.loads(line) for line in lines]}
 
 
@@ -88,7 +110,9 @@ def ranks() -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "one": _launched("one;one, canonical;one, fsdp", 1, 70),
-        "two": _launched("ddp;canonical;digests;shard;shard, save;shard, fp16;shard, canonical", 2, 150),
+        "two": _launched(
+            "ddp;canonical;digests;shard;shard, save;shard, fp16;shard, canonical", 2, 150
+        ),
         "four": _launched("canonical, 4", 4, 60),
         "two, offload": _launched("shard, cpu offload", 2, 70),
     }
@@ -108,9 +132,16 @@ def ranks() -> dict[str, Any]:
         found["nccl on one device"] = _launched("nccl", 2, 70)
         refusals = [run.get("error", "") for run in found["nccl on one device"]["runs"]]
         passed = (
-            passed and len(refusals) == 2 and all("Expected a device for each process" in each for each in refusals)
+            passed
+            and len(refusals) == 2
+            and all("Expected a device for each process" in each for each in refusals)
         )
-    return {"passed": passed, "hashes of canonical sums": sorted(sums), "bits": bits, "parts": found}
+    return {
+        "passed": passed,
+        "hashes of canonical sums": sorted(sums),
+        "bits": bits,
+        "parts": found,
+    }
 
 
 if __name__ == "__main__":

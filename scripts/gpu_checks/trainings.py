@@ -82,7 +82,9 @@ class SmallGPT(Watched):
         self.model = GPT(_TOKENS, context=64, width=64, depth=2, heads=4, dropout=0.1)
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": Sequences(2000, 32), "val": Sequences(64, 32, first=5000)}
-        self.metrics = {"acc": lambda pred, target: dl.metrics.accuracy(pred.flatten(0, -2), target.flatten())}
+        self.metrics = {
+            "acc": lambda pred, target: dl.metrics.accuracy(pred.flatten(0, -2), target.flatten())
+        }
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
         return super().compute_loss(pred.flatten(0, 1), target.flatten())
@@ -117,7 +119,10 @@ class MLP(Watched):
         targets = values if self.regression else values.argmax(1)
         if self.of_list:
             starts = range(0, self.samples, self.batch)
-            batches = [(inputs[first : first + self.batch], targets[first : first + self.batch]) for first in starts]
+            batches = [
+                (inputs[first : first + self.batch], targets[first : first + self.batch])
+                for first in starts
+            ]
             self.dataloaders = {"train": batches * self.repeat}
         else:
             self.datasets = {"train": TensorDataset(inputs, targets)}
@@ -140,7 +145,9 @@ def settings(name: str, **more: Any) -> dict[str, Any]:
     }
     for key, value in more.items():
         known = base.get(key)
-        base[key] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
+        base[key] = (
+            {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
+        )
     return base
 
 
@@ -191,7 +198,9 @@ def timed(block: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def interleaved(blocks: Mapping[str, Callable[[], object]], rounds: int, number: int, base: str) -> dict[str, Found]:
+def interleaved(
+    blocks: Mapping[str, Callable[[], object]], rounds: int, number: int, base: str
+) -> dict[str, Found]:
     """Return for each way the median seconds of an update, and the quartiles of its ratio to the base in the same round.
 
     Args:
@@ -209,6 +218,11 @@ def interleaved(blocks: Mapping[str, Callable[[], object]], rounds: int, number:
     found = {}
     for name, values in seconds.items():
         ratios = sorted(value / other for value, other in zip(values, seconds[base]))
-        quartiles = [round(ratios[int(share * (len(ratios) - 1))], 4) for share in (0.25, 0.5, 0.75)]
-        found[name] = {"us_per_update": round(statistics.median(values) * 1e6, 1), "times_base": quartiles}
+        quartiles = [
+            round(ratios[int(share * (len(ratios) - 1))], 4) for share in (0.25, 0.5, 0.75)
+        ]
+        found[name] = {
+            "us_per_update": round(statistics.median(values) * 1e6, 1),
+            "times_base": quartiles,
+        }
     return found

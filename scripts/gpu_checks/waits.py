@@ -79,7 +79,9 @@ CASES = {
     "fp16": Case({"precision": "fp16"}, most=1),
     "canonical": Case({"gradient_sum": "canonical", "dataloader": CANONICAL}, most=None),
     "digest every update": Case({"audit": {"digest_interval": 1}}, most=None),
-    "replay every update": Case({"audit": {"replay_interval": 1}, "deterministic": True}, most=None),
+    "replay every update": Case(
+        {"audit": {"replay_interval": 1}, "deterministic": True}, most=None
+    ),
 }
 
 
@@ -108,7 +110,10 @@ def _count(name: str, case: Case) -> Found:
     with Counted(settings(f"waits-{name}", steps=_FIRST + _UPDATES + 10, **case.more)) as runner:
         runner.train()
     per_update = sum(counts.lines.values()) / _UPDATES
-    found: Found = {"per_update": per_update, "lines": {k: v / _UPDATES for k, v in counts.lines.most_common(8)}}
+    found: Found = {
+        "per_update": per_update,
+        "lines": {k: v / _UPDATES for k, v in counts.lines.most_common(8)},
+    }
     if case.most is not None:
         found["passed"] = per_update <= case.most
     return found
@@ -148,9 +153,18 @@ def _profiled(block: Callable[[], object], updates: int) -> Found:
         synchronize()
     averages = profile.key_averages()
     if ON_CPU:
-        return {"operations": sum(e.count for e in averages if e.key.startswith("aten::")) / updates}
-    calls = {e.key: e.count / updates for e in averages if e.key.startswith("cu") and any(c in e.key for c in _CALLS)}
-    is_kernel = [e.device_type.name == "CUDA" and not e.key.startswith(("Memcpy", "Memset")) for e in averages]
+        return {
+            "operations": sum(e.count for e in averages if e.key.startswith("aten::")) / updates
+        }
+    calls = {
+        e.key: e.count / updates
+        for e in averages
+        if e.key.startswith("cu") and any(c in e.key for c in _CALLS)
+    }
+    is_kernel = [
+        e.device_type.name == "CUDA" and not e.key.startswith(("Memcpy", "Memset"))
+        for e in averages
+    ]
     launched = sum(e.count for e, kernel in zip(averages, is_kernel) if kernel)
     return {"kernels": launched / updates, "calls": calls}
 

@@ -76,7 +76,12 @@ def test_an_accelerator_of_the_programs_own_is_refused() -> None:
 
 def standing(**changes: Any) -> Any:
     kind = SimpleNamespace
-    facts = {"num_processes": 1, "process_index": 0, "distributed_type": "DistributedType.NO", "mixed_precision": "no"}
+    facts = {
+        "num_processes": 1,
+        "process_index": 0,
+        "distributed_type": "DistributedType.NO",
+        "mixed_precision": "no",
+    }
     return kind(**{**facts, "device": torch.device("cuda"), **changes})
 
 
@@ -95,15 +100,24 @@ def accelerator() -> Iterator[Any]:
     release_accelerator()
 
 
-def reduction(accelerator: Any, model: nn.Module, optimizer: Any, scaler: Any = None) -> AccelerateReduction:
+def reduction(
+    accelerator: Any, model: nn.Module, optimizer: Any, scaler: Any = None
+) -> AccelerateReduction:
     preparation = AcceleratePreparation(LocalDomain(), accelerator=accelerator)
     preparation.bind(optimizer)
     wrapped = preparation.wrap(model, {})
     runner: Any = SimpleNamespace(
         optimizer=optimizer, precision=SimpleNamespace(scaler=scaler), accelerator=accelerator
     )
-    runner.named_parameters, runner.model, runner.preparation = model.named_parameters, wrapped, preparation
-    runner.data_domain, runner.state = LocalDomain(), SimpleNamespace(train=SimpleNamespace(global_step=0))
+    runner.named_parameters, runner.model, runner.preparation = (
+        model.named_parameters,
+        wrapped,
+        preparation,
+    )
+    runner.data_domain, runner.state = (
+        LocalDomain(),
+        SimpleNamespace(train=SimpleNamespace(global_step=0)),
+    )
     return AccelerateReduction(runner, averages="criterion")
 
 
@@ -125,7 +139,9 @@ def test_the_optimizer_stays_the_users(accelerator: Any) -> None:
     group = optimizer.param_groups[0]
     preparation = AcceleratePreparation(LocalDomain(), accelerator=accelerator)
     preparation.bind(optimizer)
-    assert preparation.unwrap(preparation.wrap(model, {})) is model is accelerator.unwrap_model(model)
+    assert (
+        preparation.unwrap(preparation.wrap(model, {})) is model is accelerator.unwrap_model(model)
+    )
     stepped = preparation.stepped(optimizer)
     assert isinstance(stepped, accelerate.optimizer.AcceleratedOptimizer)
     assert stepped.optimizer is optimizer and optimizer.param_groups[0] is group
@@ -202,14 +218,20 @@ def read(
 def test_nothing_is_asked_for() -> None:
     assert read() == AccelerateSettings()
     # What `accelerate launch` sets where nobody asks for anything.
-    said = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    said = {
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_USE_CPU": "False",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+    }
     assert read({}, said, precision="bf16") == AccelerateSettings(precision="bf16")
 
 
 def test_a_file_of_accelerate_config() -> None:
     assert read(WRITTEN) == AccelerateSettings(precision="bf16", num_processes=2)
     assert read({**WRITTEN, "use_cpu": True, "num_processes": -1}).cpu
-    assert read(WRITTEN, {"ACCELERATE_MIXED_PRECISION": "bf16"}, precision="bf16").precision == "bf16"
+    assert (
+        read(WRITTEN, {"ACCELERATE_MIXED_PRECISION": "bf16"}, precision="bf16").precision == "bf16"
+    )
 
 
 def test_fp8_is_left_to_accelerate() -> None:
@@ -220,19 +242,59 @@ def test_fp8_is_left_to_accelerate() -> None:
 @pytest.mark.parametrize(
     ("section", "environment", "both"),
     [
-        ({"gradient_accumulation_steps": 2}, {}, ["accelerate.gradient_accumulation_steps=2", "Set accum_steps"]),
-        ({}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, ["ACCUMULATION_STEPS='2'", "Set accum_steps"]),
-        ({"step_scheduler_with_optimizer": True}, {}, ["step_scheduler_with_optimizer=True", "scheduler.interval"]),
-        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {}, ["dynamo_config", "compile.backend"]),
-        ({}, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, ["ACCELERATE_DYNAMO_BACKEND", "compile.backend"]),
+        (
+            {"gradient_accumulation_steps": 2},
+            {},
+            ["accelerate.gradient_accumulation_steps=2", "Set accum_steps"],
+        ),
+        (
+            {},
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
+            ["ACCUMULATION_STEPS='2'", "Set accum_steps"],
+        ),
+        (
+            {"step_scheduler_with_optimizer": True},
+            {},
+            ["step_scheduler_with_optimizer=True", "scheduler.interval"],
+        ),
+        (
+            {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+            {},
+            ["dynamo_config", "compile.backend"],
+        ),
+        (
+            {},
+            {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+            ["ACCELERATE_DYNAMO_BACKEND", "compile.backend"],
+        ),
         ({"deepspeed_config": {"zero_stage": 2}}, {}, ["deepspeed_config", "stack='deepspeed'"]),
-        ({}, {"ACCELERATE_USE_DEEPSPEED": "true"}, ["ACCELERATE_USE_DEEPSPEED", "stack='deepspeed'"]),
-        ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, ["ACCELERATE_USE_MEGATRON_LM", "stack='deepspeed'"]),
+        (
+            {},
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            ["ACCELERATE_USE_DEEPSPEED", "stack='deepspeed'"],
+        ),
+        (
+            {},
+            {"ACCELERATE_USE_MEGATRON_LM": "true"},
+            ["ACCELERATE_USE_MEGATRON_LM", "stack='deepspeed'"],
+        ),
         ({}, {"ACCELERATE_USE_FSDP": "true"}, ["ACCELERATE_USE_FSDP", "parallel.axes.shard"]),
         ({"fsdp_config": {"fsdp_version": 2}}, {}, ["fsdp_config", "parallel.axes.shard"]),
-        ({}, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, ["PARALLELISM_CONFIG", "parallel.axes"]),
-        ({"distributed_type": "DEEPSPEED"}, {}, ["accelerate.distributed_type='DEEPSPEED'", "stack='deepspeed'"]),
-        ({"distributed_type": "FSDP"}, {}, ["accelerate.distributed_type='FSDP'", "parallel.axes.shard"]),
+        (
+            {},
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
+            ["PARALLELISM_CONFIG", "parallel.axes"],
+        ),
+        (
+            {"distributed_type": "DEEPSPEED"},
+            {},
+            ["accelerate.distributed_type='DEEPSPEED'", "stack='deepspeed'"],
+        ),
+        (
+            {"distributed_type": "FSDP"},
+            {},
+            ["accelerate.distributed_type='FSDP'", "parallel.axes.shard"],
+        ),
         ({"distributed_type": "XLA"}, {}, ["accelerate.distributed_type='XLA'", "stack='ddp'"]),
         ({"kwargs_handlers": ["DDP"]}, {}, ["kwargs_handlers", "accelerate_kwargs"]),
         ({"mixed_precison": "bf16"}, {}, ["accelerate.mixed_precison", "'mixed_precision'"]),
@@ -249,9 +311,14 @@ def test_setting_decided_by_the_library_is_refused_with_both_names(
 
 @pytest.mark.parametrize("said", ["fp16", "fp8"])
 def test_contradictory_precisions_are_refused(said: str) -> None:
-    with pytest.raises(ValueError, match=f"precision='bf16' and ACCELERATE_MIXED_PRECISION='{said}'"):
+    with pytest.raises(
+        ValueError, match=f"precision='bf16' and ACCELERATE_MIXED_PRECISION='{said}'"
+    ):
         read({}, {"ACCELERATE_MIXED_PRECISION": said}, precision="bf16")
-    with pytest.raises(ValueError, match=f"accelerate.mixed_precision='bf16' and ACCELERATE_MIXED_PRECISION='{said}'"):
+    with pytest.raises(
+        ValueError,
+        match=f"accelerate.mixed_precision='bf16' and ACCELERATE_MIXED_PRECISION='{said}'",
+    ):
         read({"mixed_precision": "bf16"}, {"ACCELERATE_MIXED_PRECISION": said})
 
 
@@ -262,7 +329,10 @@ def test_contradictory_precisions_are_refused(said: str) -> None:
         ({"mixed_precision": "bf16"}, "accelerate.mixed_precision in the configuration"),
         ({"fsdp_plugin": object()}, "parallel.axes.shard"),
         ({"deepspeed_plugin": object()}, "stack='deepspeed'"),
-        ({"kwargs_handlers": [accelerate.utils.GradScalerKwargs()]}, "GradScalerKwargs .* Set precision='fp16'"),
+        (
+            {"kwargs_handlers": [accelerate.utils.GradScalerKwargs()]},
+            "GradScalerKwargs .* Set precision='fp16'",
+        ),
         ({"kwargs_handlers": [accelerate.utils.InitProcessGroupKwargs()]}, "Set backend"),
     ],
 )
@@ -270,7 +340,12 @@ def test_arguments_of_the_library_are_refused(arguments: dict[str, Any], mend: s
     handlers = arguments.get("kwargs_handlers", [])
     with pytest.raises(ValueError, match=mend):
         open_accelerator(
-            NOTHING, ALONE, {**arguments, "kwargs_handlers": [accelerate.DistributedDataParallelKwargs(), *handlers]}
+            NOTHING,
+            ALONE,
+            {
+                **arguments,
+                "kwargs_handlers": [accelerate.DistributedDataParallelKwargs(), *handlers],
+            },
         )
 
 
@@ -283,7 +358,8 @@ def test_handlers_of_the_wrapper_are_taken() -> None:
 def test_another_number_of_processes_than_the_file_says() -> None:
     check_launch(AccelerateSettings(num_processes=2), {}, world_size=2)
     with pytest.raises(
-        ValueError, match=r"num_processes=2\. Received: WORLD_SIZE=1\. Start with torchrun --nproc-per-node 2"
+        ValueError,
+        match=r"num_processes=2\. Received: WORLD_SIZE=1\. Start with torchrun --nproc-per-node 2",
     ):
         check_launch(AccelerateSettings(num_processes=2), {}, world_size=1)
 

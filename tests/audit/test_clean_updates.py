@@ -25,7 +25,10 @@ WITH_REPLAY: dict[str, Any] = {"deterministic": True, "audit.replay_interval": 1
 
 def engine(stage: int) -> dict[str, Any]:
     """Return the settings of DeepSpeed with a stage of ZeRO."""
-    return {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage, "reduce_bucket_size": 4096}}}
+    return {
+        "stack": "deepspeed",
+        "deepspeed": {"zero_optimization": {"stage": stage, "reduce_bucket_size": 4096}},
+    }
 
 
 def axis(name: str) -> dict[str, Any]:
@@ -34,7 +37,10 @@ def axis(name: str) -> dict[str, Any]:
 
 
 STACKS: dict[str, dict[str, Any]] = {
-    **{name: {**axis(name), **WITH_REPLAY} for name in ("shard", "tensor", "context", "pipeline", "expert")},
+    **{
+        name: {**axis(name), **WITH_REPLAY}
+        for name in ("shard", "tensor", "context", "pipeline", "expert")
+    },
     "ddp": WITH_REPLAY,
     "graph": {"stack": "graph", "compile.backend": "eager", **WITH_REPLAY},
     "accelerate": {"stack": "accelerate", **WITH_REPLAY},
@@ -55,7 +61,14 @@ class Sentenced(dl.Runner):
         super().__init__(config)
         rate = 0.0 if experts else 0.1
         self.model = GPT(
-            VOCABULARY, context=LENGTH, width=16, depth=2, heads=4, tied=False, dropout=rate, experts=experts
+            VOCABULARY,
+            context=LENGTH,
+            width=16,
+            depth=2,
+            heads=4,
+            tied=False,
+            dropout=rate,
+            experts=experts,
         )
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": Sentences(40)}

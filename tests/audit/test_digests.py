@@ -7,7 +7,15 @@ from pathlib import Path
 
 import torch
 
-from danling.audit.digests import FILE, OWN, DigestFile, DigestLine, DigestTable, Drift, read_digests
+from danling.audit.digests import (
+    FILE,
+    OWN,
+    DigestFile,
+    DigestLine,
+    DigestTable,
+    Drift,
+    read_digests,
+)
 
 LINES = [
     DigestLine(10, 0.1 + 0.2, 1e-300, {"weights.0": 3, "optimizer.0": (1 << 64) - 1, "samples": 5}),
@@ -25,7 +33,9 @@ def test_lines_are_read_back_as_they_were(tmp_path: Path) -> None:
     assert LINES[0].total == 2 and read_digests(tmp_path / "none") == {}
 
 
-def test_lines_after_the_step_of_a_resume_are_cut_off_and_an_unfinished_line_is_left_out(tmp_path: Path) -> None:
+def test_lines_after_the_step_of_a_resume_are_cut_off_and_an_unfinished_line_is_left_out(
+    tmp_path: Path,
+) -> None:
     first = DigestFile(tmp_path / FILE, resume_step=0)
     for line in LINES:
         first.add(line)
@@ -47,7 +57,9 @@ COLUMNS = ["weights.0", "buffers"]
 
 
 def summed(table: DigestTable, cells: list[list[int]]) -> list[list[int]]:
-    packed = [table.packed(torch.tensor(row, dtype=torch.int64), rank) for rank, row in enumerate(cells)]
+    packed = [
+        table.packed(torch.tensor(row, dtype=torch.int64), rank) for rank, row in enumerate(cells)
+    ]
     return table.unpacked(torch.stack(packed).sum(0).tolist())
 
 

@@ -96,17 +96,22 @@ def test_rows_at_once_views_and_memory_layout_make_no_difference() -> None:
     assert digest(large, hasher) == whole
     assert digest(large.t().contiguous().t(), hasher) == whole
     image = torch.randn(2, 3, 4, 5)
-    assert digest(image.contiguous(memory_format=torch.channels_last), hasher) == digest(image, hasher)
+    assert digest(image.contiguous(memory_format=torch.channels_last), hasher) == digest(
+        image, hasher
+    )
     assert digest(torch.zeros(0), hasher) == 0 == digest(torch.zeros(3, 0), hasher)
     assert digest(torch.tensor(1.5)) == digest(torch.tensor([1.5]))
-    assert digest(torch.complex(large[:2], large[2:4])) == digest(torch.stack([large[:2], large[2:4]], -1))
+    assert digest(torch.complex(large[:2], large[2:4])) == digest(
+        torch.stack([large[:2], large[2:4]], -1)
+    )
 
 
 def test_parts_of_a_long_vector_add_up() -> None:
     hasher, vector = Hasher(CPU), torch.randn(3 * _LONGEST_ROW + 77)
     for cut in (1, 1000, _LONGEST_ROW, 2 * _LONGEST_ROW + 5):
         parts = [
-            hasher._of_vector(part.view(torch.int32), start) for part, start in ((vector[:cut], 0), (vector[cut:], cut))
+            hasher._of_vector(part.view(torch.int32), start)
+            for part, start in ((vector[:cut], 0), (vector[cut:], cut))
         ]
         assert int(sum(parts)) & WORD == digest(vector, hasher)  # type: ignore[call-overload]
 
@@ -124,7 +129,11 @@ def _layouts() -> Iterator[tuple[tuple[int, ...], list[object]]]:
 
 
 def _shards() -> list[tuple[int, int]]:
-    mesh, hasher, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), Hasher(CPU), []
+    mesh, hasher, found = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")),
+        Hasher(CPU),
+        [],
+    )
     for shape, placements in _layouts():
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(4))
         sharded = distribute_tensor(whole, mesh, placements)
@@ -139,7 +148,10 @@ def _shards() -> list[tuple[int, int]]:
 
 def test_shards_over_a_mesh_add_up_to_the_digest_of_the_whole() -> None:
     for found in run_processes(_shards, world_size=4, init_process_group=True):
-        assert all(added == whole for added, whole in found) and len({whole for _, whole in found}) == 7
+        assert (
+            all(added == whole for added, whole in found)
+            and len({whole for _, whole in found}) == 7
+        )
 
 
 def test_samples_are_the_same_in_any_order_and_any_division_into_batches() -> None:
@@ -147,7 +159,14 @@ def test_samples_are_the_same_in_any_order_and_any_division_into_batches() -> No
     batch = {"input": torch.randn(6, 3, generator=generator), "target": torch.arange(6)}
 
     def of(indices: list[int], **other: object) -> int:
-        return int(hasher.digest_samples({**{key: value[indices] for key, value in batch.items()}, **other})) & WORD
+        return (
+            int(
+                hasher.digest_samples(
+                    {**{key: value[indices] for key, value in batch.items()}, **other}
+                )
+            )
+            & WORD
+        )
 
     whole = of([0, 1, 2, 3, 4, 5])
     assert of([3, 1, 5, 0, 2, 4]) == whole == (of([0, 1]) + of([2, 3, 4, 5])) & WORD
@@ -159,7 +178,8 @@ def test_samples_are_the_same_in_any_order_and_any_division_into_batches() -> No
 
 
 @pytest.mark.parametrize(
-    "layout", ["sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "nested", "conjugated", "negated"]
+    "layout",
+    ["sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "nested", "conjugated", "negated"],
 )
 def test_tensors_of_layouts_of_their_own_have_digests_of_all_bits(layout: str) -> None:
     """Such as the matrix of a graph in a buffer, and a batch of rows of several lengths."""
@@ -167,11 +187,15 @@ def test_tensors_of_layouts_of_their_own_have_digests_of_all_bits(layout: str) -
     def made(value: float) -> Tensor:
         dense = torch.tensor([[0.0, value], [2.0, 0.0]])
         if layout == "nested":
-            return torch.nested.nested_tensor([dense[0], dense.reshape(-1)[:3]], layout=torch.jagged)
+            return torch.nested.nested_tensor(
+                [dense[0], dense.reshape(-1)[:3]], layout=torch.jagged
+            )
         if layout in ("conjugated", "negated"):
             conjugated = torch.complex(dense, dense).conj()
             return conjugated.imag if layout == "negated" else conjugated
-        return dense.to_sparse(layout=getattr(torch, layout), blocksize=(1, 1) if layout == "sparse_bsr" else None)
+        return dense.to_sparse(
+            layout=getattr(torch, layout), blocksize=(1, 1) if layout == "sparse_bsr" else None
+        )
 
     first, same, other = made(1.0), made(1.0), made(1.5)
     assert digest(first) == digest(same) != digest(other)

@@ -53,7 +53,14 @@ class Checks:
             for alone in (True, False):
                 world = 1 if alone else 2
                 failed = run_processes(
-                    record, FlawedRunner, cases, layout, self.root, alone=alone, world_size=world, timeout=200
+                    record,
+                    FlawedRunner,
+                    cases,
+                    layout,
+                    self.root,
+                    alone=alone,
+                    world_size=world,
+                    timeout=200,
                 )
                 assert failed == [{}] * world
 
@@ -73,22 +80,48 @@ def test_a_right_layout_is_found_right(case: str, checks: Checks) -> None:
     assert report.is_same and report.updates == 2, report
     assert not report.gradients and not report.weights and not report.moved
     # Ranks that read different samples get shares that differ.
-    assert "without dropout" in str(report) and report.samples == (7 if case in OVER_REPLICAS else 8)
+    assert "without dropout" in str(report) and report.samples == (
+        7 if case in OVER_REPLICAS else 8
+    )
 
 
 TENSOR = "differs between ranks of tensor"
 PLANTED: dict[str, tuple[str, str, float | None, str | None, str]] = {
     # case: parameter; what differs, ratio and axis of its gradient; words of the summary
-    "column": ("blocks.1.norm.weight", TENSOR, None, "tensor", "nearest to the loss is blocks.1.norm.bias"),
+    "column": (
+        "blocks.1.norm.weight",
+        TENSOR,
+        None,
+        "tensor",
+        "nearest to the loss is blocks.1.norm.bias",
+    ),
     "averaged": ("blocks.1.norm.weight", "0.5 times", 0.5, "tensor", "the backward pass is not"),
     "cut off": ("blocks.1.norm.weight", "0 times", 0.0, None, "the backward pass is not"),
-    "bias before the sum": ("blocks.1.down.bias", "", None, None, "the first layer whose output differs is blocks.1"),
+    "bias before the sum": (
+        "blocks.1.down.bias",
+        "",
+        None,
+        None,
+        "the first layer whose output differs is blocks.1",
+    ),
     "bias of one": ("blocks.1.down.bias", TENSOR, None, "tensor", "the backward pass is not"),
     "sequence": ("blocks.1.norm.weight", TENSOR, None, "tensor", ""),
     "untied": ("embedding.weight", "", None, None, ""),
     "divided twice": ("head.weight", "0.5 times", 0.5, "tensor", "and the loss is not"),
-    "not summed": ("head.weight", "differs between ranks of replicate", None, "replicate", "nearest to the loss"),
-    "batches alike": ("head.weight", "", None, None, "the weights of the batches add up to 2 times those"),
+    "not summed": (
+        "head.weight",
+        "differs between ranks of replicate",
+        None,
+        "replicate",
+        "nearest to the loss",
+    ),
+    "batches alike": (
+        "head.weight",
+        "",
+        None,
+        None,
+        "the weights of the batches add up to 2 times those",
+    ),
     "diverges": ("head.weight", "not finite", None, None, "and the loss is not"),
 }
 
@@ -101,7 +134,10 @@ def test_a_planted_mistake_is_located(case: str, checks: Checks) -> None:
     finding = next(each for each in report.gradients if each.name == name)
     assert what in finding.what, report
     if what:
-        assert finding.ratio == (None if ratio is None else pytest.approx(ratio)) and finding.axis == axis, report
+        assert (
+            finding.ratio == (None if ratio is None else pytest.approx(ratio))
+            and finding.axis == axis
+        ), report
     assert report.summary is not None and words in report.summary, report
 
 
@@ -109,7 +145,11 @@ def test_a_planted_mistake_is_located(case: str, checks: Checks) -> None:
 def test_weights_moved_by_parallelize_are_named(case: str, checks: Checks) -> None:
     """Both begin with the weights of one process, so that losses and gradients say nothing of it."""
     report = checks.report(case)
-    named = {"blocks.1.up.weight", "blocks.1.up.bias", *(["blocks.1.down.weight"] if case == "permuted alike" else [])}
+    named = {
+        "blocks.1.up.weight",
+        "blocks.1.up.bias",
+        *(["blocks.1.down.weight"] if case == "permuted alike" else []),
+    }
     assert not report.is_same and set(report.moved) == named and not report.gradients, report
     assert report.summary is not None and "`parallelize` has changed the weights" in report.summary
     assert "the weights are not those of the model" in str(report)
@@ -118,39 +158,67 @@ def test_weights_moved_by_parallelize_are_named(case: str, checks: Checks) -> No
 def test_different_weights_with_equal_gradients_are_found(checks: Checks) -> None:
     report = checks.report("clipped alone")
     assert not report.gradients and report.weights and report.step == 1
-    assert report.summary is not None and "the step of the optimizer or the clipping is not" in report.summary
+    assert (
+        report.summary is not None
+        and "the step of the optimizer or the clipping is not" in report.summary
+    )
 
 
 def test_other_samples_are_no_mistake_of_a_layout(checks: Checks) -> None:
-    with pytest.raises(NotChecked, match="(?s)the same samples in one process and on the layout.*8 samples and 8"):
+    with pytest.raises(
+        NotChecked, match="(?s)the same samples in one process and on the layout.*8 samples and 8"
+    ):
         checks.report("other data")
 
 
 @pytest.mark.parametrize(
-    "text", ["tensr=2", "tensor", "tensor=0", "tensor=1", "ddp=2,shard=2", "shard=2,shard=2", "deepspeed=2"]
+    "text",
+    [
+        "tensr=2",
+        "tensor",
+        "tensor=0",
+        "tensor=1",
+        "ddp=2,shard=2",
+        "shard=2,shard=2",
+        "deepspeed=2",
+    ],
 )
 def test_impossible_layouts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"each axis once, such as shard=2,tensor=2.*Received: '{text}'") as refused:
+    with pytest.raises(
+        ValueError, match=f"each axis once, such as shard=2,tensor=2.*Received: '{text}'"
+    ) as refused:
         Layout.parse(text)
     assert ("Did you mean 'tensor'" in str(refused.value)) == (text == "tensr=2")
 
 
 def _gpt(case: str) -> LayoutRunner:
     return LayoutRunner(
-        SETTINGS, model={"experts": 4, "dropout": 0.1} if "expert" in case else {"tied": case == "tensor=2"}
+        SETTINGS,
+        model={"experts": 4, "dropout": 0.1} if "expert" in case else {"tied": case == "tensor=2"},
     )
 
 
 @pytest.mark.parametrize(
     "layout",
-    ["pipeline=2", "context=2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor=2", "expert=2"))],
+    [
+        "pipeline=2",
+        "context=2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor=2", "expert=2")),
+    ],
 )
 def test_axes_known_to_the_model_are_found_right(layout: str, tmp_path: Path) -> None:
     """No seed is set, which is then 0 in both, and gradients and weights of each stage stand beside those of the whole model."""
     for alone in (True, False):
         world = 1 if alone else 2
         failed = run_processes(
-            record, _gpt, [layout], layout, str(tmp_path), alone=alone, world_size=world, timeout=200
+            record,
+            _gpt,
+            [layout],
+            layout,
+            str(tmp_path),
+            alone=alone,
+            world_size=world,
+            timeout=200,
         )
         assert failed == [{}] * world
     place = tmp_path / layout
@@ -170,7 +238,14 @@ def test_muon_on_shards_is_found_right(tmp_path: Path) -> None:
     for alone in (True, False):
         world = 1 if alone else 2
         failed = run_processes(
-            record, _muon, ["muon"], "shard=2", str(tmp_path), alone=alone, world_size=world, timeout=200
+            record,
+            _muon,
+            ["muon"],
+            "shard=2",
+            str(tmp_path),
+            alone=alone,
+            world_size=world,
+            timeout=200,
         )
         assert failed == [{}] * world
     report = compare_records(tmp_path / "muon", Layout.parse("shard=2"))
@@ -191,7 +266,10 @@ def copies(*tensors: torch.Tensor, axis: str = "tensor") -> Held:
 def rows(*tensors: torch.Tensor) -> Held:
     """Return ranks that have rows of a tensor."""
     size = len(tensors[0])
-    return [({"tensor": rank}, Part((rank * size, 0), (6, 4), tensor)) for rank, tensor in enumerate(tensors)]
+    return [
+        ({"tensor": rank}, Part((rank * size, 0), (6, 4), tensor))
+        for rank, tensor in enumerate(tensors)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +296,9 @@ def test_part_of_a_gradient_on_each_rank_is_described(
 ) -> None:
     found = compare("w", ONE, held, {"tensor": 2, "expert": 3}, EXACT)
     assert found is not None and what in found.what, found
-    assert found.axis == axis and found.ratio == (None if ratio is None else pytest.approx(ratio)), found
+    assert found.axis == axis and found.ratio == (
+        None if ratio is None else pytest.approx(ratio)
+    ), found
 
 
 @pytest.mark.parametrize(

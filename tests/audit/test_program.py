@@ -14,7 +14,9 @@ from danling.audit.program import run_program
 SHOWS = "import os; print(os.environ['DANLING_SETTINGS'], os.environ['MARK']); raise SystemExit(7)"
 
 
-def test_it_is_told_the_settings_and_its_end_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_told_the_settings_and_its_end_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MARK", "here")
     log = tmp_path / "new" / "output.log"
     end = run_program([sys.executable, "-c", SHOWS], {"seed": 3}, log=log)
@@ -29,9 +31,7 @@ def test_program_is_ended_at_its_time_limit(tmp_path: Path) -> None:
 
 
 def test_processes_left_by_a_program_are_ended_with_it(tmp_path: Path) -> None:
-    leaves = (
-        f"import subprocess; print(subprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(60)']).pid)"
-    )
+    leaves = f"import subprocess; print(subprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(60)']).pid)"
     end = run_program([sys.executable, "-c", leaves], {}, log=tmp_path / "log")
     assert end.code == 0
     give_up = time.monotonic() + patience(20)

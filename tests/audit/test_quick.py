@@ -52,9 +52,7 @@ with Toy({**budget, **settings, "dir": str(CALLS.parent / "own"), "scheduler": {
     runner.train()
     runner.save_pretrained(CALLS.parent / "exported")
 """
-LAUNCH = (
-    "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1"
-)
+LAUNCH = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1"
 
 
 @pytest.fixture
@@ -65,7 +63,9 @@ def program(tmp_path: Path) -> str:
 
 def calls_of(place: Path) -> list[tuple[str, int, int, dict[str, float]]]:
     file = place / "calls.jsonl"
-    return [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    return (
+        [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    )
 
 
 @pytest.mark.timeout(400)
@@ -81,9 +81,15 @@ def test_quick_run_calls_the_overrides_and_writes_nothing_of_the_program(
         "this program trains, evaluates, saves and resumes (3 updates, and 3 after its resume)\n"
     )
     assert len(done.stdout.splitlines()) == 1
-    wanted = [("train_epoch", 0, {}), ("train_epoch", 3, {}), ("evaluate_epoch", 6, {"samples": 3 * 8.0 * ranks})]
+    wanted = [
+        ("train_epoch", 0, {}),
+        ("train_epoch", 3, {}),
+        ("evaluate_epoch", 6, {"samples": 3 * 8.0 * ranks}),
+    ]
     for rank in range(ranks):
-        assert [(name, step, more) for name, at, step, more in calls_of(tmp_path) if at == rank] == wanted
+        assert [
+            (name, step, more) for name, at, step, more in calls_of(tmp_path) if at == rank
+        ] == wanted
     assert {file.name for file in tmp_path.iterdir()} == {"train.py", "calls.jsonl"}
 
 
@@ -91,13 +97,27 @@ def test_quick_run_calls_the_overrides_and_writes_nothing_of_the_program(
 @pytest.mark.parametrize(
     ("words", "updates", "said"),
     [
-        (["steps", "50"], 2, "trains, evaluates, saves and resumes (2 updates, and 2 after its resume)"),
-        (["steps", "50", "alone"], 2, "trains, saves and resumes (2 updates, and 2 after its resume); it evaluates no"),
-        (["steps", "2"], 2, "trains, evaluates, saves and resumes (2 updates, and 0 after its resume)"),
+        (
+            ["steps", "50"],
+            2,
+            "trains, evaluates, saves and resumes (2 updates, and 2 after its resume)",
+        ),
+        (
+            ["steps", "50", "alone"],
+            2,
+            "trains, saves and resumes (2 updates, and 2 after its resume); it evaluates no",
+        ),
+        (
+            ["steps", "2"],
+            2,
+            "trains, evaluates, saves and resumes (2 updates, and 0 after its resume)",
+        ),
     ],
     ids=["steps", "no_split_to_evaluate", "budget_of_the_first_start"],
 )
-def test_quick_run_by_updates(program: str, tmp_path: Path, words: list[str], updates: int, said: str) -> None:
+def test_quick_run_by_updates(
+    program: str, tmp_path: Path, words: list[str], updates: int, said: str
+) -> None:
     command = [interpreter(), program, *words]
     assert said in try_quickly(command, tmp_path / "scratch", updates=updates, timeout=150)
 
@@ -106,11 +126,16 @@ def test_quick_run_by_updates(program: str, tmp_path: Path, words: list[str], up
 @pytest.mark.parametrize(
     ("words", "received"),
     [
-        (["epochs", "1", "fails"], "resumes, trains, evaluates and saves. Received: exit code 1; .*no such metric"),
+        (
+            ["epochs", "1", "fails"],
+            "resumes, trains, evaluates and saves. Received: exit code 1; .*no such metric",
+        ),
         (["steps", "2"], "at least 3 updates. Received: 2 until its end. Write --quick 2"),
     ],
     ids=["evaluation_fails", "too_short"],
 )
-def test_failure_in_a_quick_run_is_named(program: str, tmp_path: Path, words: list[str], received: str) -> None:
+def test_failure_in_a_quick_run_is_named(
+    program: str, tmp_path: Path, words: list[str], received: str
+) -> None:
     with pytest.raises(QuickRunFailed, match=f"(?s)Expected a program that .*{received}"):
         try_quickly([interpreter(), program, *words], tmp_path / "scratch", updates=3, timeout=150)

@@ -38,7 +38,9 @@ OFF: dict[str, Any] = {"audit.replay_interval": None}
 SAVING: dict[str, Any] = {"checkpoint.load_only": False, "checkpoint.interval": 100}
 
 
-def train(config: dict[str, Any], flip: Flip | None = None, kind: type[Checked] = Checked) -> dict[str, Tensor]:
+def train(
+    config: dict[str, Any], flip: Flip | None = None, kind: type[Checked] = Checked
+) -> dict[str, Tensor]:
     """Train, and return the end."""
     with kind(config, flip) as runner:
         runner.train()
@@ -67,7 +69,10 @@ def test_a_flip_ends_the_run_with_the_state_from_before_saved_and_the_run_resume
     expected = f"forward and backward of update 4 to give the same bits.*{named}.*A third computation agrees"
     with pytest.raises(ReplayMismatchError, match=expected):
         train(settings(tmp_path / "run", **SAVING), (kind, 4, 0))
-    assert torch.load(tmp_path / "run" / "checkpoints" / "latest.pth")["state"]["train"]["global_step"] == 3
+    assert (
+        torch.load(tmp_path / "run" / "checkpoints" / "latest.pth")["state"]["train"]["global_step"]
+        == 3
+    )
     assert not differing(clean, train(settings(tmp_path / "run", **SAVING, auto_resume=True)))
 
 
@@ -79,7 +84,9 @@ def test_a_flip_ends_the_run_with_the_state_from_before_saved_and_the_run_resume
         {"accum_steps": 1, "dataloader": {"global_batch_size": 8, "micro_batch_size": "auto"}},
     ],
 )
-def test_a_run_in_order_raises_no_alarm_and_ends_as_one_without(more: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_in_order_raises_no_alarm_and_ends_as_one_without(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
     clean = train(settings(tmp_path / "clean", **{**more, **OFF}))
     assert not differing(clean, train(settings(tmp_path / "checked", **more)))
 
@@ -105,15 +112,21 @@ def train_stack(root: str, more: dict[str, Any], kind: type[Checked]) -> tuple[l
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_on_every_stack_a_flip_is_found_and_a_run_in_order_raises_no_alarm(stack: str, tmp_path: Path) -> None:
+def test_on_every_stack_a_flip_is_found_and_a_run_in_order_raises_no_alarm(
+    stack: str, tmp_path: Path
+) -> None:
     if stack == "accelerate":
         pytest.importorskip(stack)
     kind = CheckedText if stack in ("tensor", "pipeline") else Checked
-    ranks = run_processes(train_stack, str(tmp_path), {"steps": 5, **STACKS[stack]}, kind, timeout=120)
+    ranks = run_processes(
+        train_stack, str(tmp_path), {"steps": 5, **STACKS[stack]}, kind, timeout=120
+    )
     for found, error in ranks:
         assert found == [] and "forward and backward of update 3" in error
         # Ranks that compute together come to other losses together.
-        assert "rank 1 on cpu" in error and (stack not in ("ddp", "accelerate") or "rank 0" not in error)
+        assert "rank 1 on cpu" in error and (
+            stack not in ("ddp", "accelerate") or "rank 0" not in error
+        )
 
 
 def test_reduced_gradient_names_its_ranks(tmp_path: Path) -> None:

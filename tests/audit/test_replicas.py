@@ -20,7 +20,9 @@ from danling.utils.tensors import local_part, whole
 class Small(dl.Runner):
     """A network that flips a bit of a weight or of its second moment, after an update on one rank."""
 
-    def __init__(self, config: dict[str, Any], flip: str | None = None, at: int = 4, rank: int = 1) -> None:
+    def __init__(
+        self, config: dict[str, Any], flip: str | None = None, at: int = 4, rank: int = 1
+    ) -> None:
         super().__init__(config)
         self.flip, self.flip_at, self.flip_rank = flip, at, rank
         self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
@@ -32,7 +34,11 @@ class Small(dl.Runner):
 
     def optimizer_step(self) -> None:
         super().optimizer_step()
-        if self.flip is None or self.state.train.global_step + 1 != self.flip_at or self.rank != self.flip_rank:
+        if (
+            self.flip is None
+            or self.state.train.global_step + 1 != self.flip_at
+            or self.rank != self.flip_rank
+        ):
             return
         weight = dict(self.named_parameters())["3.weight"]
         flipped = weight if self.flip == "weight" else self.optimizer.state[weight]["exp_avg_sq"]
@@ -61,34 +67,61 @@ def train(root: str, more: dict[str, Any], *flip: Any) -> dict[str, Tensor]:
             for key, value in runner.optimizer.state[parameter].items()
         }
         with runner.whole_weights():
-            return moments | {name: value.detach().clone() for name, value in runner.named_parameters()}
+            return moments | {
+                name: value.detach().clone() for name, value in runner.named_parameters()
+            }
 
 
-HSDP = {"stack": "parallel", "parallel.axes.replicate": 2, "parallel.axes.shard": 2, "fsdp.enabled": True}
+HSDP = {
+    "stack": "parallel",
+    "parallel.axes.replicate": 2,
+    "parallel.axes.shard": 2,
+    "fsdp.enabled": True,
+}
 
 
 @pytest.mark.parametrize(
     ("what", "named"),
-    [("weight", "'3.weight' .* in 'weights.0'"), ("moment", "'3.weight/exp_avg_sq' .* in 'optimizer.0'")],
+    [
+        ("weight", "'3.weight' .* in 'weights.0'"),
+        ("moment", "'3.weight/exp_avg_sq' .* in 'optimizer.0'"),
+    ],
 )
-def test_a_flipped_bit_on_one_of_two_ranks_is_named_and_not_saved(what: str, named: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_on_one_of_two_ranks_is_named_and_not_saved(
+    what: str, named: str, tmp_path: Path
+) -> None:
     outcomes = run_outcomes(train, str(tmp_path), {}, what, 4, 1, world_size=2)
     for outcome in outcomes:
         assert isinstance(outcome.error, ReplicaDriftError), outcome.traceback
-        with pytest.raises(ReplicaDriftError, match=f"after update 4. Received: rank 1 differs from rank 0 in {named}"):
+        with pytest.raises(
+            ReplicaDriftError,
+            match=f"after update 4. Received: rank 1 differs from rank 0 in {named}",
+        ):
             raise outcome.error
     # That of update 4 is the one that the error kept from being published.
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("ckpt-*.pth")) == ["ckpt-s000000000002.pth"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("ckpt-*.pth")) == [
+        "ckpt-s000000000002.pth"
+    ]
     assert list(read_digests(tmp_path)) == [2]
 
 
 def test_between_saves_it_is_found_in_the_collective_of_the_next_update(tmp_path: Path) -> None:
     outcomes = run_outcomes(
-        train, str(tmp_path), {"checkpoint.interval": 8, "evaluate_interval": 8}, "weight", 3, 1, world_size=2
+        train,
+        str(tmp_path),
+        {"checkpoint.interval": 8, "evaluate_interval": 8},
+        "weight",
+        3,
+        1,
+        world_size=2,
     )
     for outcome in outcomes:
-        assert isinstance(outcome.error, ReplicaDriftError) and "after update 4. " in str(outcome.error)
-        assert "in _sum" in outcome.traceback and "in settle" not in outcome.traceback  # not in a collective of its own
+        assert isinstance(outcome.error, ReplicaDriftError) and "after update 4. " in str(
+            outcome.error
+        )
+        assert (
+            "in _sum" in outcome.traceback and "in settle" not in outcome.traceback
+        )  # not in a collective of its own
 
 
 def test_rank_different_from_its_copy_is_named_with_replicas_of_shards(tmp_path: Path) -> None:
@@ -116,8 +149,15 @@ def test_digests_are_those_of_the_weights_whatever_the_layout(tmp_path: Path) ->
         assert list(found[name][1]) == [2, 4, 6, 8]
     for name, (tensors, digests) in found.items():
         for column, slashes in (("weights.0", 0), ("optimizer.0", 1)):
-            same = all(torch.equal(tensors[k], found["ddp"][0][k]) for k in tensors if k.count("/") == slashes)
-            assert same == (digests[8].digests[column] == found["ddp"][1][8].digests[column]), (name, column)
+            same = all(
+                torch.equal(tensors[k], found["ddp"][0][k])
+                for k in tensors
+                if k.count("/") == slashes
+            )
+            assert same == (digests[8].digests[column] == found["ddp"][1][8].digests[column]), (
+                name,
+                column,
+            )
         assert digests[2].digests["samples"] == found["ddp"][1][2].digests["samples"]
     assert found["shard"][1][8].digests["weights.0"] == found["ddp"][1][8].digests["weights.0"]
 

@@ -56,7 +56,18 @@ def command(tmp_path: Path) -> list[str]:
 
 @pytest.mark.timeout(400)
 def test_program_resumes_after_every_signal(command: list[str], tmp_path: Path) -> None:
-    done = danling("doctor", "--script", "--timeout", "90", "--updates", "4", "--", *command, timeout=380, warm=True)
+    done = danling(
+        "doctor",
+        "--script",
+        "--timeout",
+        "90",
+        "--updates",
+        "4",
+        "--",
+        *command,
+        timeout=380,
+        warm=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     names = ["begins alike", "resumes after SIGTERM", "resumes after SIGKILL"]
@@ -64,14 +75,18 @@ def test_program_resumes_after_every_signal(command: list[str], tmp_path: Path) 
     assert [line[8:].split("  ")[0].strip() for line in lines] == names
     assert all("bitwise the same" in line for line in lines)
     phases = [line for line in done.stderr.splitlines() if line.startswith("danling: ")]
-    assert [line.split(":")[1].strip() for line in phases] == [f"{phase} of 4" for phase in range(1, 5)]
+    assert [line.split(":")[1].strip() for line in phases] == [
+        f"{phase} of 4" for phase in range(1, 5)
+    ]
     assert all(re.search(r"about \d+ s are left at most$", line) for line in phases[1:])
     assert not (tmp_path / "elsewhere").exists()  # nothing is written but in the scratch directory
 
 
 def _examined(command: list[str], place: Path, **settings: float) -> list[tuple[str, str, str]]:
     place.mkdir()
-    return list(ResumeCheck(command, place, updates=4, timeout=settings.get("timeout", 90)).examine())
+    return list(
+        ResumeCheck(command, place, updates=4, timeout=settings.get("timeout", 90)).examine()
+    )
 
 
 @pytest.mark.slow
@@ -99,38 +114,47 @@ def test_without_a_seed_two_starts_differ(command: list[str], tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("flaw", "received"), [("unsaved", "it saved no checkpoint")])
-def test_untriable_programs_are_refused(command: list[str], tmp_path: Path, flaw: str, received: str) -> None:
-    with pytest.raises(ScriptFailed, match=f"(?s)Expected a program that trains.*Received: .*{received}"):
+def test_untriable_programs_are_refused(
+    command: list[str], tmp_path: Path, flaw: str, received: str
+) -> None:
+    with pytest.raises(
+        ScriptFailed, match=f"(?s)Expected a program that trains.*Received: .*{received}"
+    ):
         _examined([*command, flaw], tmp_path / "scratch")
 
 
 def test_too_short_program_is_named_after_its_first_start(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ScriptFailed, match=r"(?s)Received: 5 updates until its end.*Give it more to do"):
+    with pytest.raises(
+        ScriptFailed, match=r"(?s)Received: 5 updates until its end.*Give it more to do"
+    ):
         _examined([*command, "short"], tmp_path / "scratch")
     assert [line[:17] for line in capsys.readouterr().err.splitlines()] == ["danling: 1 of 4: "]
 
 
 def test_program_without_a_second_start_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        ScriptFailed, match=r"(?s)exit code 1 after 0 updates.*Fix that first. The program must run again"
+        ScriptFailed,
+        match=r"(?s)exit code 1 after 0 updates.*Fix that first. The program must run again",
     ):
         _examined([sys.executable, "-S", "-c", "open('/no/such/place')"], tmp_path / "scratch")
 
 
 def test_program_without_a_runner_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ScriptFailed, match=r"(?s)exit code 0 after 0 updates of a runner.*printed:\nhello"):
+    with pytest.raises(
+        ScriptFailed, match=r"(?s)exit code 0 after 0 updates of a runner.*printed:\nhello"
+    ):
         _examined([sys.executable, "-S", "-c", "print('hello')"], tmp_path / "scratch")
     with pytest.raises(ValueError, match="Expected a program behind `--`"):
         _examined([], tmp_path / "none")
 
 
 def test_a_kill_reaches_processes_in_sessions_of_their_own(tmp_path: Path) -> None:
-    beneath = "import os, time; os.setsid(); open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
-    program = (
-        f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {beneath!r}], cwd={str(tmp_path)!r})"
+    beneath = (
+        "import os, time; os.setsid(); open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
     )
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {beneath!r}], cwd={str(tmp_path)!r})"
     process = start_program([sys.executable, "-S", "-c", program], {}, log=tmp_path / "log")
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert process.poll() is None
@@ -138,6 +162,8 @@ def test_a_kill_reaches_processes_in_sessions_of_their_own(tmp_path: Path) -> No
     kill_program(process)
     pid = int((tmp_path / "pid").read_text())
     state = Path(f"/proc/{pid}/stat")
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":  # until its new parent has seen it
+    while (
+        state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+    ):  # until its new parent has seen it
         time.sleep(0.01)
     assert process.returncode == -9

@@ -10,7 +10,12 @@ import torch
 from support.checked import Checked, settings
 from support.processes import run_processes
 
-SETTINGS = {"audit.replay_interval": None, "steps": 9, "checkpoint.load_only": False, "checkpoint.interval": 3}
+SETTINGS = {
+    "audit.replay_interval": None,
+    "steps": 9,
+    "checkpoint.load_only": False,
+    "checkpoint.interval": 3,
+}
 
 
 class Disturbed(Checked):
@@ -26,22 +31,33 @@ class Disturbed(Checked):
 
 def files(directory: Path) -> dict[str, bytes]:
     """Return the files of a run but its log, by path."""
-    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.suffix != ".log"}
+    return {
+        str(path): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.suffix != ".log"
+    }
 
 
-def test_retrained_stretch_equals_the_stored_one_and_the_run_continues_unchanged(tmp_path: Path) -> None:
+def test_retrained_stretch_equals_the_stored_one_and_the_run_continues_unchanged(
+    tmp_path: Path,
+) -> None:
     with Checked(settings(tmp_path / "run", **SETTINGS)) as runner:
         runner.train()
         before, stream = files(tmp_path / "run"), torch.default_generator.get_state()
         for stretch, steps in (((), (6, 9)), ((3, 6), (3, 6)), ((0, 3), (0, 3))):
             found = runner.audit(*stretch)
-            assert found.is_same and ((found.start.step if found.start else 0), found.end.step) == steps
+            assert (
+                found.is_same
+                and ((found.start.step if found.start else 0), found.end.step) == steps
+            )
         assert files(tmp_path / "run") == before
         assert torch.equal(torch.default_generator.get_state(), stream)
 
 
 def test_diverging_stretch_names_the_difference_and_its_update(tmp_path: Path) -> None:
-    with Disturbed(settings(tmp_path / "run", **SETTINGS, **{"audit.digest_interval": 1})) as runner:
+    with Disturbed(
+        settings(tmp_path / "run", **SETTINGS, **{"audit.digest_interval": 1})
+    ) as runner:
         runner.train()
         Disturbed.disturbs = True
         try:

@@ -38,14 +38,20 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def earlier(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     directory = tmp_path_factory.mktemp(request.param) / "checkpoints"
     train_on(request.param, directory, FIRST)
     return request.param, directory
 
 
 def attempt(
-    kind: str, place: Path, faulty: FaultyOs, monkeypatch: pytest.MonkeyPatch, mode: str = "disabled"
+    kind: str,
+    place: Path,
+    faulty: FaultyOs,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str = "disabled",
 ) -> str | None:
     """Restart and save under a fault; return the error, `None` when there was none, and the empty text of a process that died."""
     with monkeypatch.context() as patch:
@@ -65,7 +71,9 @@ def check_error(error: str) -> None:
     assert error.startswith("Expected ") and " Received: " in error and "/" in error, error
     assert any(mend in error for mend in MENDS), error
     if error.startswith("Expected to"):
-        assert "start again" in error and ("Still good in" in error or "was not touched" in error), error
+        assert "start again" in error and (
+            "Still good in" in error or "was not touched" in error
+        ), error
     if error.startswith(("Expected to write", "Expected to sync", "Expected to create")):
         assert "bytes free" in error, error
 
@@ -73,7 +81,9 @@ def check_error(error: str) -> None:
 def check_earlier(kind: str, place: Path, saved: bool) -> None:
     """What was complete is still there, or what was saved over it."""
     manager = make_manager(kind, place)
-    found = {record.name: load(manager, record.name) for record in manager.store.records(complete=True)}
+    found = {
+        record.name: load(manager, record.name) for record in manager.store.records(complete=True)
+    }
     assert found["latest"] in ((STRUCK,) if saved else (FIRST, STRUCK))
     assert found["best"] in ((STRUCK,) if saved else (FIRST - 1, STRUCK))
     assert {FIRST, FIRST - 1} <= set(found.values()) or {FIRST, STRUCK} <= set(found.values())
@@ -83,8 +93,15 @@ def check_end(kind: str, place: Path) -> None:
     """The run goes on to the end that it has when it is left alone."""
     train_on(kind, place, LAST)
     manager = make_manager(kind, place)
-    found = {record.name: load(manager, record.name) for record in manager.store.records(complete=True)}
-    newest = {"latest": LAST, "best": LAST, f"ckpt-s{LAST:012d}": LAST, f"ckpt-s{LAST - 1:012d}": LAST - 1}
+    found = {
+        record.name: load(manager, record.name) for record in manager.store.records(complete=True)
+    }
+    newest = {
+        "latest": LAST,
+        "best": LAST,
+        f"ckpt-s{LAST:012d}": LAST,
+        f"ckpt-s{LAST - 1:012d}": LAST - 1,
+    }
     assert newest.items() <= found.items()
     assert litter(place) == []
     assert not [verdict for verdict in verify(place, "full") if verdict["problems"]]
@@ -97,7 +114,9 @@ def some(calls: list[Any]) -> list[Any]:
 
 # Each fault of each kind of checkpoint; `make test` meets those of sharded ones, which take longer, in one of the two modes by turns.
 _CALLS = [
-    pytest.param(kind, fault, mode, marks=pytest.mark.slow if kind == "dcp" and (number + turn) % 2 else ())
+    pytest.param(
+        kind, fault, mode, marks=pytest.mark.slow if kind == "dcp" and (number + turn) % 2 else ()
+    )
     for kind in KINDS
     for number, fault in enumerate(FAULTS)
     for turn, mode in enumerate(("disabled", "async"))
@@ -107,11 +126,20 @@ _CALLS = [
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("earlier", "fault", "mode"), _CALLS, indirect=["earlier"])
 def test_a_call_fails(
-    earlier: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, mode: str
+    earlier: tuple[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    mode: str,
 ) -> None:
     kind, recorded = earlier
     counting = FaultyOs()
-    assert attempt(kind, Path(shutil.copytree(recorded, tmp_path / "count")), counting, monkeypatch, mode) is None
+    assert (
+        attempt(
+            kind, Path(shutil.copytree(recorded, tmp_path / "count")), counting, monkeypatch, mode
+        )
+        is None
+    )
     assert len(counting.calls) > 150
     chosen = some(counting.candidates(fault))
     errors = 0
@@ -153,7 +181,8 @@ def test_error_names_the_call_the_free_space_and_the_good_checkpoint(
             save(manager, STRUCK)
     told = str(raised.value)
     assert re.search(
-        rf"Expected to write {place}/\S+\. Received: No space left on device, with [\d,]+ bytes free\.", told
+        rf"Expected to write {place}/\S+\. Received: No space left on device, with [\d,]+ bytes free\.",
+        told,
     )
     assert "Free some space" in told and "`auto_resume` continues" in told
     assert f"Still good in {place}: " in told and "latest (step 3)" in told
@@ -169,7 +198,10 @@ def test_contents_are_durable_before_they_get_a_name(
     faulty = FaultyOs()
     assert attempt(kind, place, faulty, monkeypatch) is None
     calls = [name for name, _ in faulty.calls]
-    first_link, last_write = calls.index("link"), max(i for i, name in enumerate(calls) if name == "write")
+    first_link, last_write = (
+        calls.index("link"),
+        max(i for i, name in enumerate(calls) if name == "write"),
+    )
     assert last_write < first_link
     # One for the state and one for each of the three manifests, each after its writes; then the directory.
     assert calls[:first_link].count("fsync") >= 5
@@ -199,7 +231,9 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     assert sorted(path.name for path in place.rglob("*")) == before
 
 
-def test_file_systems_without_links_get_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_without_links_get_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Linkless(FaultyOs):
         def link(self, source: Path, target: Path) -> None:
             raise PermissionError(1, "Operation not permitted")

@@ -35,7 +35,9 @@ def _manifest_with(saved: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if name != "\ud800"] + ["a/b"])
-def test_a_sealed_manifest_and_an_index_name_files_beside_them_only(saved: Path, tmp_path: Path, name: str) -> None:
+def test_a_sealed_manifest_and_an_index_name_files_beside_them_only(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
     with pytest.raises(CheckpointDamaged, match="cannot be read"):
         Manifest.parse(_manifest_with(saved, name))
     index = json.loads(next(saved.glob("targets/*/index.json")).read_text())
@@ -127,7 +129,9 @@ def test_chunks_cover_each_element_once(
 ) -> None:
     listed = [[list(offsets), list(sizes), 0, 0, 1 << 40] for offsets, sizes in chunks]
     tensor = {"path": ["a"], "dtype": "float32", "shape": list(shape), "chunks": listed}
-    text = json.dumps({"format": "danling-index 1", "files": ["f"], "tensors": {"a": tensor}, "values": {}})
+    text = json.dumps(
+        {"format": "danling-index 1", "files": ["f"], "tensors": {"a": tensor}, "values": {}}
+    )
     if whole:
         parse_index(text)
     else:
@@ -136,7 +140,9 @@ def test_chunks_cover_each_element_once(
 
 
 @pytest.mark.parametrize("change", ["shape", "length"])
-def test_memory_is_allocated_for_no_more_than_the_files_have(saved: Path, tmp_path: Path, change: str) -> None:
+def test_memory_is_allocated_for_no_more_than_the_files_have(
+    saved: Path, tmp_path: Path, change: str
+) -> None:
     place = Path(shutil.copytree(saved, tmp_path / "checkpoints"))
     for index in place.glob("targets/*/index.json"):
         content = json.loads(index.read_text())
@@ -147,7 +153,9 @@ def test_memory_is_allocated_for_no_more_than_the_files_have(saved: Path, tmp_pa
             entry["chunks"][0][4] = huge * 8
         index.write_text(json.dumps(content))
     reseal(place)
-    with pytest.raises(CheckpointDamaged, match="fewer than its elements take|more bytes than they have"):
+    with pytest.raises(
+        CheckpointDamaged, match="fewer than its elements take|more bytes than they have"
+    ):
         make_manager("dcp", place).load_checkpoint("latest")
 
 
@@ -196,7 +204,9 @@ def test_a_directory_of_checkpoints_may_be_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "dcp"])
-def test_auto_resume_falls_back_if_the_newest_verifies_and_is_unreadable(kind: str, tmp_path: Path) -> None:
+def test_auto_resume_falls_back_if_the_newest_verifies_and_is_unreadable(
+    kind: str, tmp_path: Path
+) -> None:
     from support.hostile import harm, plant_in_file, plant_in_value
 
     place = record_saves(kind, tmp_path / "checkpoints")
@@ -204,7 +214,9 @@ def test_auto_resume_falls_back_if_the_newest_verifies_and_is_unreadable(kind: s
     if kind == "file":
         plant_in_file(place / "latest.pth", content)
     else:
-        plant_in_value(place / "targets" / (place / "latest").read_text().strip(), content, name="state")
+        plant_in_value(
+            place / "targets" / (place / "latest").read_text().strip(), content, name="state"
+        )
     reseal(place)
     manager = make_manager(kind, place)
     newest = manager.find_latest()

@@ -24,7 +24,9 @@ OLDEST = "ckpt-s000000000001"
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     kind = request.param
     return kind, record_saves(kind, tmp_path_factory.mktemp(kind) / "checkpoints")
 
@@ -134,7 +136,9 @@ def test_a_strange_thing_in_the_way_of_the_next_save(
     assert [verdict["problems"] for verdict in verdicts] == [[]]
     if strange in ("a directory", "a named pipe") and (kind == "file" or which == "latest"):
         aside = next(place.glob("*.aside-*"))
-        assert any(str(aside) in record.message for record in caplog.records), "no line says where it is now"
+        assert any(str(aside) in record.message for record in caplog.records), (
+            "no line says where it is now"
+        )
 
 
 @pytest.mark.parametrize("strange", STRANGE)
@@ -148,7 +152,9 @@ def test_verify_judges_every_checkpoint_and_goes_on(
     assert told.count("ok  ") >= 2 and "DAMAGED" in told
 
 
-def test_a_named_pipe_hangs_no_reader(kind: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_pipe_hangs_no_reader(
+    kind: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     replace(part(place, "latest"), os.mkfifo)
     assert main(["verify", str(place)]) == 1
     # The sums of a file are still next to it, and say that there was one.
@@ -165,7 +171,10 @@ def test_a_named_pipe_hangs_no_reader(kind: str, place: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("strange", ["a directory", "a named pipe"])
 def test_renamed_strange_file_is_no_longer_mentioned(
-    tmp_path: Path, strange: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    strange: str,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     place = record_saves("file", tmp_path / "checkpoints")
     alone = place / "ckpt-s000000000009.pth"
@@ -205,7 +214,12 @@ class BrokenPaths:
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("which", ["file", "sums"])
 def test_an_unreadable_old_checkpoint_blocks_no_restart(
-    kind: str, place: Path, which: str, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str,
+    place: Path,
+    which: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken = part(place, OLDEST) if which == "file" else sums(place, OLDEST)
     monkeypatch.setattr(storage, "os", BrokenPaths(code, broken))
@@ -216,7 +230,9 @@ def test_an_unreadable_old_checkpoint_blocks_no_restart(
     assert sorted(bool(verdict["problems"]) for verdict in verify(place, "full"))[-1] is True
 
 
-def test_unlistable_target_blocks_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlistable_target_blocks_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = record_saves("dcp", tmp_path / "checkpoints")
     newest = TargetStore(place).target(place / "latest")
     monkeypatch.setattr(storage, "os", BrokenPaths(errno.EIO, newest))
@@ -236,7 +252,9 @@ def test_files_of_another_kind_of_manager_block_no_restart(
     assert go_on(kind, place, 4)[0] == 3
 
 
-def test_a_file_in_place_of_the_targets_is_moved_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_in_place_of_the_targets_is_moved_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     place = tmp_path / "checkpoints"
     place.mkdir()
     (place / "targets").write_text("mine")
@@ -257,11 +275,15 @@ def test_dangling_targets_are_named_by_an_error(place: Path, kind: str) -> None:
         manager.checkpoints.refuse_lost()
     shutil.move(place.parent / "unmounted", place.parent / "mount")
     assert make_manager(kind, place).find_latest() is not None
-    with pytest.raises(ValueError, match="Expected no link at .*targets.*Move what it leads to here"):
+    with pytest.raises(
+        ValueError, match="Expected no link at .*targets.*Move what it leads to here"
+    ):
         go_on(kind, place, 4)
 
 
-def test_run_does_not_start_from_scratch_over_unreadable_checkpoints(place: Path, kind: str) -> None:
+def test_run_does_not_start_from_scratch_over_unreadable_checkpoints(
+    place: Path, kind: str
+) -> None:
     fresh = make_manager(kind, place.parent / "other")
     fresh.checkpoints.refuse_lost()
     for path in [*place.glob("*.sha256"), *place.glob("targets/*/manifest.sha256")]:
@@ -290,11 +312,15 @@ def _load_for_ever(kind: str, place: Path, count: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kill_within_a_load_changes_nothing(kind: str, tmp_path: Path) -> None:
     place, count = record_saves(kind, tmp_path / "checkpoints"), tmp_path / "loads"
-    before = {path: (path.stat().st_ino, path.read_bytes()) for path in place.rglob("*") if path.is_file()}
+    before = {
+        path: (path.stat().st_ino, path.read_bytes()) for path in place.rglob("*") if path.is_file()
+    }
     for number in range(5):
         count.write_text("")
         # The process does nothing but load, so that it is killed within a load, each time after another number of them.
         with child(lambda: _load_for_ever(kind, place, count)):
             until(lambda number=number: count.stat().st_size > number)
-    assert {path: (path.stat().st_ino, path.read_bytes()) for path in place.rglob("*") if path.is_file()} == before
+    assert {
+        path: (path.stat().st_ino, path.read_bytes()) for path in place.rglob("*") if path.is_file()
+    } == before
     assert go_on(kind, place, 4)[0] == 3

@@ -46,7 +46,9 @@ of_both_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def names_in(directory: Path) -> list[str]:
-    return sorted(path.stem for path in directory.iterdir() if path.is_file() and path.suffix in ("", ".pth"))
+    return sorted(
+        path.stem for path in directory.iterdir() if path.is_file() and path.suffix in ("", ".pth")
+    )
 
 
 def contents(directory: Path, kind: str) -> set[Any]:
@@ -59,22 +61,33 @@ def contents(directory: Path, kind: str) -> set[Any]:
 
 
 @of_both_kinds
-def test_one_write_gives_all_names_and_a_model_is_exported_beside_them(kind: str, tmp_path: Path) -> None:
+def test_one_write_gives_all_names_and_a_model_is_exported_beside_them(
+    kind: str, tmp_path: Path
+) -> None:
     manager = make_manager(kind, tmp_path)
     save(manager, 12)
-    assert names_in(tmp_path) == ["best", "ckpt-s000000000012", "latest"] and len(contents(tmp_path, kind)) == 1
+    assert (
+        names_in(tmp_path) == ["best", "ckpt-s000000000012", "latest"]
+        and len(contents(tmp_path, kind)) == 1
+    )
     save(manager, 13, history=False, best=False)
     assert [load(manager, name) for name in names_in(tmp_path)] == [12, 12, 13]
-    manager.export_model({"format_version": 1, "model": {"weight": torch.ones(2)}}, epoch=0, global_step=14)
+    manager.export_model(
+        {"format_version": 1, "model": {"weight": torch.ones(2)}}, epoch=0, global_step=14
+    )
     assert load(manager, "latest") == 13 and manager.find_latest() == "latest"
     assert read_model(manager, "model")["weight"].tolist() == [1, 1]
 
 
 @of_both_kinds
-def test_checkpoint_is_found_by_name_path_and_directory_and_existing_ones_are_named(kind: str, tmp_path: Path) -> None:
+def test_checkpoint_is_found_by_name_path_and_directory_and_existing_ones_are_named(
+    kind: str, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     manager = make_manager(kind, run / "checkpoints")
-    manager.save_checkpoint({**payload(5), "runner": {"seed": 7}}, epoch=0, global_step=5, history=True)
+    manager.save_checkpoint(
+        {**payload(5), "runner": {"seed": 7}}, epoch=0, global_step=5, history=True
+    )
     other = make_manager(kind, tmp_path / "other" / "checkpoints", run="another")
     suffix = ".pth" if kind == "file" else ""
     history = run / "checkpoints" / f"ckpt-s000000000005{suffix}"
@@ -82,14 +95,19 @@ def test_checkpoint_is_found_by_name_path_and_directory_and_existing_ones_are_na
         assert load(other, source) == 5
         assert read_config(source) == {"seed": 7}
     assert other.load_checkpoint(run, sections=["state"]).keys() == {"format_version", "state"}
-    with pytest.raises(CheckpointNotFound, match=r"are: ckpt-s000000000005, latest\), or a path. Received: 'ckpt-s1'"):
+    with pytest.raises(
+        CheckpointNotFound,
+        match=r"are: ckpt-s000000000005, latest\), or a path. Received: 'ckpt-s1'",
+    ):
         manager.load_checkpoint("ckpt-s1")
     with pytest.raises(CheckpointNotFound):
         read_config(tmp_path / "nothing")
 
 
 @of_both_kinds
-def test_another_run_is_refused_with_the_differences_unless_it_only_looks(kind: str, tmp_path: Path) -> None:
+def test_another_run_is_refused_with_the_differences_unless_it_only_looks(
+    kind: str, tmp_path: Path
+) -> None:
     place = record_saves(kind, tmp_path / "checkpoints")
     other, seen = make_manager(kind, place, run="other"), []
 
@@ -100,7 +118,10 @@ def test_another_run_is_refused_with_the_differences_unless_it_only_looks(kind: 
     other.checkpoints._compare = compare
     assert other.checkpoints.is_foreign() and not make_manager(kind, place).checkpoints.is_foreign()
     for refused in (other.find_latest, other.checkpoints.refuse_foreign, lambda: save(other, 4)):
-        with pytest.raises(CheckpointMismatch, match="of run run, whose configuration differs:\n  optim.lr: stored 1"):
+        with pytest.raises(
+            CheckpointMismatch,
+            match="of run run, whose configuration differs:\n  optim.lr: stored 1",
+        ):
             refused()
     assert seen[0] == {"step": 3}
     looking = make_manager(kind, place, run="other", load_only=True)
@@ -172,7 +193,10 @@ def payload_of_version_1() -> dict[str, Any]:
             "scores": {},
             "rng": {"ranks": {"0": torch.arange(4, dtype=torch.uint8)}},
         },
-        "model": {"0.weight": torch.arange(6.0).reshape(2, 3), "0.bias": torch.tensor([0.5, -1], dtype=torch.bfloat16)},
+        "model": {
+            "0.weight": torch.arange(6.0).reshape(2, 3),
+            "0.bias": torch.tensor([0.5, -1], dtype=torch.bfloat16),
+        },
         "optimizer": {
             "state": {"0.weight": {"step": torch.tensor(12.0), "exp_avg": torch.ones(2, 3)}},
             "param_groups": [{"lr": 0.5}],
@@ -213,7 +237,9 @@ def test_retention_spares_best_and_the_checkpoint_resumed_from(kind: str, tmp_pa
             manager.begin("latest")
         save(manager, step, best=step == 2)
     assert names_in(tmp_path) == ["best", *(f"ckpt-s{step:012d}" for step in (2, 5, 6)), "latest"]
-    assert len(contents(tmp_path, kind)) == 3 and [load(manager, n) for n in names_in(tmp_path)] == [2, 2, 5, 6, 6]
+    assert len(contents(tmp_path, kind)) == 3 and [
+        load(manager, n) for n in names_in(tmp_path)
+    ] == [2, 2, 5, 6, 6]
     if kind == "dcp":
         assert len([*(tmp_path / "targets").iterdir()]) == 3
     again = make_manager(kind, tmp_path, keep=1)
@@ -281,7 +307,9 @@ def _swap(path: Path) -> None:
         shutil.copy(other / path.name, path)
 
 
-@pytest.mark.parametrize("damage", [_flip, _cut, lambda path: path.write_bytes(b""), Path.unlink, _swap])
+@pytest.mark.parametrize(
+    "damage", [_flip, _cut, lambda path: path.write_bytes(b""), Path.unlink, _swap]
+)
 @pytest.mark.parametrize(
     ("kind", "file"),
     [
@@ -290,20 +318,30 @@ def _swap(path: Path) -> None:
     ],
 )
 def test_damage_is_found_named_and_skipped(
-    kind: str, file: str, damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str,
+    file: str,
+    damage: Callable[[Path], None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     manager = make_manager(kind, tmp_path)
     save(manager, 1, best=False)
     save(manager, 2, history=False, best=False)
-    path = tmp_path / file if kind == "file" else sorted((tmp_path / "targets").iterdir())[-1] / file
+    path = (
+        tmp_path / file if kind == "file" else sorted((tmp_path / "targets").iterdir())[-1] / file
+    )
     before = path.read_bytes()
     shutil.copy(path, tmp_path / "copy")
     (tmp_path / "copy").replace(path)  # which is a link to other names no more
     damage(path)
     if path.exists() and path.read_bytes() == before:
-        assert (file, damage) == ("index.json", _swap), "the same tensors at the same places: nothing has changed"
+        assert (file, damage) == ("index.json", _swap), (
+            "the same tensors at the same places: nothing has changed"
+        )
         return
-    with pytest.raises((CheckpointDamaged, CheckpointNotFound), match="latest" if kind == "file" else file):
+    with pytest.raises(
+        (CheckpointDamaged, CheckpointNotFound), match="latest" if kind == "file" else file
+    ):
         manager.load_checkpoint("latest")
     with caplog.at_level(logging.WARNING, "danling"):
         assert manager.find_latest() == OLDEST
@@ -315,7 +353,9 @@ def test_damage_is_found_named_and_skipped(
 
 def test_every_bit_matters_unless_less_is_verified(tmp_path: Path) -> None:
     manager = make_manager("file", tmp_path)
-    manager.save_checkpoint({"format_version": 1, "model": {"w": torch.ones(2)}}, epoch=0, global_step=1)
+    manager.save_checkpoint(
+        {"format_version": 1, "model": {"w": torch.ones(2)}}, epoch=0, global_step=1
+    )
     path, content = tmp_path / "latest.pth", (tmp_path / "latest.pth").read_bytes()
     for offset in range(0, len(content), 41):
         changed = bytearray(content)
@@ -323,8 +363,12 @@ def test_every_bit_matters_unless_less_is_verified(tmp_path: Path) -> None:
         path.write_bytes(changed)
         with pytest.raises(CheckpointDamaged, match="latest.pth has another SHA-256"):
             manager.load_checkpoint("latest")
-    path.write_bytes(content.replace(torch.ones(2).numpy().tobytes(), torch.zeros(2).numpy().tobytes()))
-    assert make_manager("file", tmp_path, verify="size").load_checkpoint("latest")["model"]["w"].tolist() == [0, 0]
+    path.write_bytes(
+        content.replace(torch.ones(2).numpy().tobytes(), torch.zeros(2).numpy().tobytes())
+    )
+    assert make_manager("file", tmp_path, verify="size").load_checkpoint("latest")["model"][
+        "w"
+    ].tolist() == [0, 0]
     (tmp_path / "latest.pth.sha256").unlink()
     with pytest.raises(CheckpointDamaged, match="sha256 is missing"):
         manager.load_checkpoint("latest")
@@ -335,7 +379,9 @@ def test_every_changed_byte_of_a_manifest_is_noticed() -> None:
     manifest = Manifest(Record("latest", 7, 2, ((0, 3), (1, 5)), "a-b: c", 70, 1), files)
     text = manifest.text()
     assert Manifest.parse(text) == manifest
-    changed = [text[:index] + chr(ord(text[index]) ^ 1) + text[index + 1 :] for index in range(len(text))]
+    changed = [
+        text[:index] + chr(ord(text[index]) ^ 1) + text[index + 1 :] for index in range(len(text))
+    ]
     for other in [*changed, *(text[:length] for length in range(len(text)))]:
         with pytest.raises(CheckpointDamaged):
             Manifest.parse(other)
@@ -351,12 +397,18 @@ def test_foreign_readers(kind: str, tmp_path: Path) -> None:
     manager.close()
     directory = tmp_path if kind == "file" else next((tmp_path / "targets").iterdir())
     sums = [path.name for path in directory.glob("*.sha256")]
-    done = subprocess.run(["sha256sum", "--strict", "-c", *sums], cwd=directory, capture_output=True, text=True)
+    done = subprocess.run(
+        ["sha256sum", "--strict", "-c", *sums], cwd=directory, capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout.count(": OK") == 3, done.stdout + done.stderr
     out = tmp_path / "latest.pth"
     if kind == "dcp":
         out, convert = tmp_path / "out.pth", "torch.distributed.checkpoint.format_utils"
-        subprocess.run([interpreter(), "-m", convert, "dcp_to_torch", directory, out], check=True, capture_output=True)
+        subprocess.run(
+            [interpreter(), "-m", convert, "dcp_to_torch", directory, out],
+            check=True,
+            capture_output=True,
+        )
     assert differences(torch.load(out, weights_only=True), payload(4)) == []
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
@@ -392,7 +444,11 @@ def test_the_values_of_the_call_are_saved(tmp_path: Path, monkeypatch: pytest.Mo
     optimizer.step()
     slow, losses = Slow(monkeypatch), [1.0]
     manager = make_manager("file", tmp_path, mode="async")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": {"losses": losses}}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "state": {"losses": losses},
+    }
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     moment = optimizer.state_dict()["state"][0]["exp_avg"].clone()
     manager.save_checkpoint({"format_version": 1, **state}, epoch=0, global_step=1)
@@ -408,7 +464,9 @@ def test_the_values_of_the_call_are_saved(tmp_path: Path, monkeypatch: pytest.Mo
     manager.close()
 
 
-def test_history_and_best_are_all_written_and_others_coalesce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_and_best_are_all_written_and_others_coalesce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = Slow(monkeypatch)
     manager = make_manager("file", tmp_path, mode="async", keep=0)
 
@@ -425,7 +483,12 @@ def test_history_and_best_are_all_written_and_others_coalesce(tmp_path: Path, mo
     begin(7)
     manager.close()
     assert names_in(tmp_path) == ["best", OLDEST, "ckpt-s000000000006", "latest"]
-    assert [load(make_manager("file", tmp_path), name) for name in names_in(tmp_path)] == [5, 1, 6, 7]
+    assert [load(make_manager("file", tmp_path), name) for name in names_in(tmp_path)] == [
+        5,
+        1,
+        6,
+        7,
+    ]
     assert slow.writes <= 5
     with pytest.raises(RuntimeError, match="cannot save after close"):
         begin(8)
@@ -435,7 +498,9 @@ def _fail(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_an_error_of_the_background_surfaces_at_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_background_surfaces_at_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = make_manager("file", tmp_path, mode="async")
 
     def save_and_fail(step: int) -> None:
@@ -446,7 +511,9 @@ def test_an_error_of_the_background_surfaces_at_the_next_save(tmp_path: Path, mo
 
     save(manager, 1)
     save_and_fail(2)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*Still good in .*latest \(step 1\)"):
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device.*Still good in .*latest \(step 1\)"
+    ):
         save(manager, 3)
     save(manager, 4)
     save_and_fail(5)
@@ -456,7 +523,9 @@ def test_an_error_of_the_background_surfaces_at_the_next_save(tmp_path: Path, mo
     assert load(make_manager("file", tmp_path), "latest") == 4
 
 
-def test_close_gives_up_in_time_and_leaves_things_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_gives_up_in_time_and_leaves_things_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = make_manager("file", tmp_path, mode="async")
     save(manager, 1)
     slow = Slow(monkeypatch)
@@ -477,7 +546,13 @@ def test_a_save_is_told_when_it_can_be_loaded_and_not_when_it_fails(
 
     def hear(state: Mapping[str, Any]) -> None:
         is_there = any(tmp_path.glob("latest*"))
-        heard.append((state["state"]["step"], is_there, threading.current_thread() is threading.main_thread()))
+        heard.append(
+            (
+                state["state"]["step"],
+                is_there,
+                threading.current_thread() is threading.main_thread(),
+            )
+        )
 
     manager.after_save = hear
     for step in (4, 8):
@@ -525,7 +600,9 @@ def test_other_types_are_made_plain_or_refused_by_name() -> None:
         RED = 2
 
     copied = to_host({"a": numpy.float64(0.5), "b": [Color.RED], "c": torch.bfloat16})
-    assert type(copied["a"]) is float and type(copied["b"][0]) is int and copied["c"] is torch.bfloat16
+    assert (
+        type(copied["a"]) is float and type(copied["b"][0]) is int and copied["c"] is torch.bfloat16
+    )
     with pytest.raises(CheckpointError, match=r"state\.pool\.1.*\(object\)"):
         to_host({"state": {"pool": [1, object()]}})
 
@@ -535,7 +612,9 @@ def test_other_types_are_made_plain_or_refused_by_name() -> None:
 
 def _save_and_fail_on_two_ranks(directory: Path) -> list[object]:
     settings, seen, original = CheckpointSettings(async_mode="async"), [], storage.open_new
-    manager = FileCheckpointManager(directory, domain=Domain(), run_id="run", settings=settings, step_mode=True)
+    manager = FileCheckpointManager(
+        directory, domain=Domain(), run_id="run", settings=settings, step_mode=True
+    )
     save(manager, 1)
     seen.append(load(manager, manager.find_latest() or ""))
     if manager.domain.rank == 0:
@@ -558,5 +637,7 @@ def _save_and_fail_on_two_ranks(directory: Path) -> list[object]:
 
 
 def test_all_ranks_see_the_same(tmp_path: Path) -> None:
-    seen = run_processes(_save_and_fail_on_two_ranks, tmp_path, world_size=2, init_process_group=True)
+    seen = run_processes(
+        _save_and_fail_on_two_ranks, tmp_path, world_size=2, init_process_group=True
+    )
     assert seen == [[1, "CheckpointDiskError", "not found", True]] * 2

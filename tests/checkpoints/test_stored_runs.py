@@ -49,10 +49,14 @@ def _resume(kind: str, source: str, root: str, draws: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", range(1, FORMAT_VERSION + 1))
-def test_run_stopped_in_the_middle_resumes(version: int, kind: str, draws: bool, tmp_path: Path) -> None:
+def test_run_stopped_in_the_middle_resumes(
+    version: int, kind: str, draws: bool, tmp_path: Path
+) -> None:
     folder = FIXTURES / f"v{version}" / f"middle-{kind}"
     source = folder / ("latest.pth" if kind == "file" else "latest")
-    found = run_processes(_resume, kind, str(source), str(tmp_path), draws, world_size=KINDS[kind], timeout=120)[0]
+    found = run_processes(
+        _resume, kind, str(source), str(tmp_path), draws, world_size=KINDS[kind], timeout=120
+    )[0]
     begun = found["begun"]
     micro_batches = 2 * MIDDLE
     assert begun["seen"] == begun["counts"][0] == begun["calls"] == micro_batches

@@ -29,7 +29,9 @@ class Wrapped(Tensor):
         return wrapped  # type: ignore[no-any-return]
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def bare(value: Any) -> Any:
             return value.values if isinstance(value, Wrapped) else value
 
@@ -71,7 +73,13 @@ def _train(root: str, where: str, more: dict[str, Any]) -> list[Any]:
         with Classes(config, where) as runner:
             runner.train()
             module: Any = runner.unwrapped_model
-            found = runner.seen if where == "attribute" else module.seen if where == "buffer" else module.weight
+            found = (
+                runner.seen
+                if where == "attribute"
+                else module.seen
+                if where == "buffer"
+                else module.weight
+            )
     return [type(found).__name__, found.detach().as_subclass(Tensor).clone()]
 
 
@@ -83,21 +91,31 @@ ENGINE: dict[str, Any] = {"stack": "deepspeed"}
 @pytest.mark.parametrize(
     ("where", "more"),
     [
-        *(pytest.param(where, FILE, id=f"{where}-file") for where in ("parameter", "buffer", "attribute")),
+        *(
+            pytest.param(where, FILE, id=f"{where}-file")
+            for where in ("parameter", "buffer", "attribute")
+        ),
         pytest.param("attribute", DCP, id="attribute-dcp"),
         pytest.param("buffer", ENGINE, id="buffer-engine"),
-        *(pytest.param(where, DCP, id=f"{where}-dcp", marks=pytest.mark.slow) for where in ("parameter", "buffer")),
+        *(
+            pytest.param(where, DCP, id=f"{where}-dcp", marks=pytest.mark.slow)
+            for where in ("parameter", "buffer")
+        ),
         *(
             pytest.param(where, ENGINE, id=f"{where}-engine", marks=pytest.mark.slow)
             for where in ("parameter", "attribute")
         ),
     ],
 )
-def test_tensor_of_a_class_comes_back_as_one(where: str, more: dict[str, Any], tmp_path: Path) -> None:
+def test_tensor_of_a_class_comes_back_as_one(
+    where: str, more: dict[str, Any], tmp_path: Path
+) -> None:
     if "stack" in more:
         pytest.importorskip("deepspeed")
         more = {**more, "deepspeed": {"zero_optimization": {"stage": 0}}}
-    ranks = run_processes(_train, str(tmp_path / "labelled"), where, more, world_size=2, timeout=200)
+    ranks = run_processes(
+        _train, str(tmp_path / "labelled"), where, more, world_size=2, timeout=200
+    )
     for rank, (kind, value) in enumerate(ranks):
         assert kind == "Labelled"
         if where == "buffer":
@@ -105,19 +123,30 @@ def test_tensor_of_a_class_comes_back_as_one(where: str, more: dict[str, Any], t
         if where == "attribute":
             assert value.tolist() == [5.0 * (rank + 1)] * 2
     if where == "parameter":
-        plain = run_processes(_train, str(tmp_path / "plain"), "none", more, world_size=2, timeout=200)
+        plain = run_processes(
+            _train, str(tmp_path / "plain"), "none", more, world_size=2, timeout=200
+        )
         assert plain[0][0] == "Parameter" and torch.equal(ranks[0][1], plain[0][1])
 
 
 @pytest.mark.parametrize("backend", ["file", "dcp"])
-def test_tensor_with_more_than_values_is_refused_at_the_first_save(backend: str, tmp_path: Path) -> None:
+def test_tensor_with_more_than_values_is_refused_at_the_first_save(
+    backend: str, tmp_path: Path
+) -> None:
     class Wraps(Classes):
         def __init__(self, config: Any) -> None:
             super().__init__(config, "none")
             self.model.register_buffer("odd", Wrapped(torch.zeros(2)))
 
-    config = {"dir": str(tmp_path), "steps": 4, "log": False, "checkpoint": {"backend": backend, "interval": 1}}
+    config = {
+        "dir": str(tmp_path),
+        "steps": 4,
+        "log": False,
+        "checkpoint": {"backend": backend, "interval": 1},
+    }
     with pytest.raises(CheckpointError, match=r"model\.odd of the class Wrapped.*add_safe_globals"):  # noqa: SIM117
-        with Wraps({**config, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 0.1}}) as runner:
+        with Wraps(
+            {**config, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 0.1}}
+        ) as runner:
             runner.train()
     assert runner.state.train.global_step == 1

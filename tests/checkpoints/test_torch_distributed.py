@@ -34,9 +34,13 @@ from danling.distributed import Domain
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
-def _manager(directory: Path, *, run_id: str = "run", **settings: Any) -> TorchDistributedCheckpointManager:
+def _manager(
+    directory: Path, *, run_id: str = "run", **settings: Any
+) -> TorchDistributedCheckpointManager:
     policy = CheckpointSettings(**{"async_mode": "disabled", **settings})
-    return TorchDistributedCheckpointManager(directory, domain=Domain(), run_id=run_id, settings=policy, step_mode=True)
+    return TorchDistributedCheckpointManager(
+        directory, domain=Domain(), run_id=run_id, settings=policy, step_mode=True
+    )
 
 
 def _payload(step: int) -> dict[str, Any]:
@@ -69,9 +73,14 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path, mode: str) -> None:
     manager = _manager(tmp_path, async_mode=mode)
     _save(manager, 3, history=True, best=True)
     assert differences(manager.load_checkpoint("ckpt-s000000000003"), _payload(3)) == []
-    assert manager.load_checkpoint("latest", sections=["state"]).keys() == {"format_version", "state"}
+    assert manager.load_checkpoint("latest", sections=["state"]).keys() == {
+        "format_version",
+        "state",
+    }
     assert len(_targets(tmp_path)) == 1
-    assert {path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {f"{_targets(tmp_path)[0].name}\n"}
+    assert {path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {
+        f"{_targets(tmp_path)[0].name}\n"
+    }
     assert read_config(tmp_path) == read_config(_targets(tmp_path)[0]) == _payload(3)["runner"]
     manager.close()
 
@@ -111,17 +120,31 @@ def test_retention_counts_no_save_ahead(tmp_path: Path) -> None:
         payload, _ = _ahead(manager, step)
         manager.save_checkpoint(payload, epoch=0, global_step=step, history=True, best=step == 1)
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
-    assert names == ["best", "ckpt-s000000000001", "ckpt-s000000000003", "ckpt-s000000000004", "latest"]
-    assert [_step(manager, name) for name in names] == [1, 1, 3, 4, 4] and len(_targets(tmp_path)) == 3
+    assert names == [
+        "best",
+        "ckpt-s000000000001",
+        "ckpt-s000000000003",
+        "ckpt-s000000000004",
+        "latest",
+    ]
+    assert [_step(manager, name) for name in names] == [1, 1, 3, 4, 4] and len(
+        _targets(tmp_path)
+    ) == 3
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_save_after_one_ahead_rewrites_changed_data_and_links_the_rest(tmp_path: Path, mode: str) -> None:
+def test_save_after_one_ahead_rewrites_changed_data_and_links_the_rest(
+    tmp_path: Path, mode: str
+) -> None:
     manager = _manager(tmp_path, async_mode=mode)
     payload, before = _ahead(manager, 3)
     assert differences(_manager(tmp_path).load_checkpoint("latest"), payload) == []
     inode = (before / "__0_0.distcp").stat().st_ino
-    payload["state"] = {"step": 3, "pair": [torch.ones(2), 4], "figures": {1: {"val": {"loss": 0.5}}}}
+    payload["state"] = {
+        "step": 3,
+        "pair": [torch.ones(2), 4],
+        "figures": {1: {"val": {"loss": 0.5}}},
+    }
     payload["model"]["0.weight"] = torch.arange(15.0).view(5, 3)
     manager.save_checkpoint(payload, epoch=1, global_step=3, history=True, best=True)
     manager.close()
@@ -133,7 +156,14 @@ def test_save_after_one_ahead_rewrites_changed_data_and_links_the_rest(tmp_path:
     for name in ("latest", "best", "ckpt-s000000000003"):
         assert differences(reader.load_checkpoint(name), payload) == []
     subprocess.run(
-        [interpreter(), "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", target, tmp_path / "stock"],
+        [
+            interpreter(),
+            "-m",
+            "torch.distributed.checkpoint.format_utils",
+            "dcp_to_torch",
+            target,
+            tmp_path / "stock",
+        ],
         check=True,
     )
     stock = torch.load(tmp_path / "stock", weights_only=True)
@@ -150,7 +180,9 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("content", ["../../elsewhere\n", "/etc\n", "", "00000001-00000000\n", "targets\n"])
+@pytest.mark.parametrize(
+    "content", ["../../elsewhere\n", "/etc\n", "", "00000001-00000000\n", "targets\n"]
+)
 def test_pointers_lead_to_targets_only(tmp_path: Path, content: str) -> None:
     manager = _manager(tmp_path)
     _save(manager, 1, history=True)
@@ -169,7 +201,9 @@ def test_exchanged_pointers_are_found_by_their_names(tmp_path: Path) -> None:
     for step in (1, 2):
         _save(manager, step, history=True)
     (tmp_path / "ckpt-s000000000001").write_text((tmp_path / "ckpt-s000000000002").read_text())
-    with pytest.raises(CheckpointDamaged, match="ckpt-s000000000001 leads to the checkpoint of step 2"):
+    with pytest.raises(
+        CheckpointDamaged, match="ckpt-s000000000001 leads to the checkpoint of step 2"
+    ):
         manager.load_checkpoint("ckpt-s000000000001")
     assert manager.find_latest() == "latest"
 
@@ -179,9 +213,16 @@ def test_foreign_checkpoint_needs_trust_and_runs_nothing_without(tmp_path: Path)
     (target,) = _targets(tmp_path)
     # With an index `.metadata` is not opened at all.
     (target / "index.json").unlink()
-    assert differences(_manager(tmp_path, verify="none", trust=True).load_checkpoint("latest"), _payload(1)) == []
+    assert (
+        differences(
+            _manager(tmp_path, verify="none", trust=True).load_checkpoint("latest"), _payload(1)
+        )
+        == []
+    )
     (target / ".metadata").write_bytes(b"cos\nsystem\n(S'touch harmed'\ntR.")
-    with pytest.raises(CheckpointError, match=r"Expected index\.json .*dcp_to_torch.*checkpoint\.trust=true"):
+    with pytest.raises(
+        CheckpointError, match=r"Expected index\.json .*dcp_to_torch.*checkpoint\.trust=true"
+    ):
         _manager(tmp_path, verify="none").load_checkpoint("latest")
     assert not Path("harmed").exists()
 
@@ -208,7 +249,9 @@ def test_a_complete_target_without_a_name_counts_and_an_unfinished_one_goes(tmp_
 def test_ambiguous_names_are_refused(tmp_path: Path) -> None:
     manager = _manager(tmp_path)
     with pytest.raises(CheckpointError, match="two parts of the state named 'a.b'"):
-        manager.save_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, epoch=0, global_step=1)
+        manager.save_checkpoint(
+            {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, epoch=0, global_step=1
+        )
     with pytest.raises(CheckpointError, match=r"string keys above tensors\. Received: a\[0\]"):
         manager.save_checkpoint({"a": {0: torch.ones(1)}}, epoch=0, global_step=1)
     with pytest.raises(CheckpointNotFound):
@@ -244,11 +287,17 @@ def _trained(world_size: int, seed: int) -> tuple[nn.Module, dict[str, Any]]:
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         optimizer.zero_grad()
-        model(torch.randn(4, 5, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        model(
+            torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+        ).square().sum().backward()
         optimizer.step()
     names = dict(enumerate(name for name, _ in model.named_parameters()))
     moments = {names[index]: state for index, state in optimizer.state_dict()["state"].items()}
-    return model, {"format_version": 1, "model": model.state_dict(), "optimizer": {"state": moments}}
+    return model, {
+        "format_version": 1,
+        "model": model.state_dict(),
+        "optimizer": {"state": moments},
+    }
 
 
 def _whole(value: Any) -> Any:
@@ -261,7 +310,8 @@ def _save_sharded(directory: Path, mode: str) -> dict[str, Any]:
     domain = Domain()
     model, payload = _trained(domain.size, seed=3)
     payload["ranks"] = {
-        str(rank): entry for rank, entry in enumerate(domain.gather_objects({"seed": 10 + domain.rank}))
+        str(rank): entry
+        for rank, entry in enumerate(domain.gather_objects({"seed": 10 + domain.rank}))
     }
     manager = _manager(directory, async_mode=mode, keep_latest_k=2)
     before: dict[str, Any] = {"model": {}, "optimizer": {}}
@@ -271,7 +321,9 @@ def _save_sharded(directory: Path, mode: str) -> dict[str, Any]:
                 parameter.add_(step)
             for buffer in model.buffers():
                 buffer.add_(1)
-        before = {name: {k: v.clone() for k, v in _whole(payload[name]).items()} for name in ("model",)}
+        before = {
+            name: {k: v.clone() for k, v in _whole(payload[name]).items()} for name in ("model",)
+        }
         before["optimizer"] = _whole(payload["optimizer"])
         manager.save_checkpoint(payload, epoch=0, global_step=step, history=True)
         if mode != "disabled":
@@ -303,7 +355,9 @@ def _load_sharded(directory: Path) -> dict[str, Any]:
 
 
 # What is written is the same in each mode, as the tests above show; a process that writes takes seconds to start.
-@pytest.mark.parametrize("mode", [m if m == "async" else pytest.param(m, marks=pytest.mark.slow) for m in MODES])
+@pytest.mark.parametrize(
+    "mode", [m if m == "async" else pytest.param(m, marks=pytest.mark.slow) for m in MODES]
+)
 def test_reshard(tmp_path: Path, mode: str) -> None:
     saved = run_processes(_save_sharded, tmp_path, mode, world_size=2, init_process_group=True)[0]
     pointers = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
@@ -317,7 +371,9 @@ def test_reshard(tmp_path: Path, mode: str) -> None:
     }
     for world_size in (1, 2, 3):
         init = world_size > 1
-        loaded = run_processes(_load_sharded, tmp_path, world_size=world_size, init_process_group=init)[0]
+        loaded = run_processes(
+            _load_sharded, tmp_path, world_size=world_size, init_process_group=init
+        )[0]
         assert differences(loaded["model"], saved["model"]) == [], world_size
         assert differences(loaded["optimizer"], saved["optimizer"]) == []
         assert loaded["ranks"] == {"0": {"seed": 10}, "1": {"seed": 11}}
@@ -377,13 +433,18 @@ def _lose_a_starting_process(directory: Path, victim: int) -> list[str]:
     manager = _manager(directory, async_mode="async_with_pinned_mem")
     process: Any = manager._process
     if manager.domain.rank == victim:
-        process._ask = lambda *_: (os.kill(process.pid, signal.SIGKILL), type(process)._ask(process, *_))
+        process._ask = lambda *_: (
+            os.kill(process.pid, signal.SIGKILL),
+            type(process)._ask(process, *_),
+        )
     return _two_saves(manager)
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_process_dying_at_its_start_is_reported_on_all_ranks(tmp_path: Path, victim: int) -> None:
-    seen = run_processes(_lose_a_starting_process, tmp_path, victim, world_size=2, init_process_group=True)
+    seen = run_processes(
+        _lose_a_starting_process, tmp_path, victim, world_size=2, init_process_group=True
+    )
     for first, second in seen:
         assert "ended by SIGKILL" in first
         assert second == "2"
@@ -406,7 +467,9 @@ def _lose_a_joining_process(directory: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_processes_wait_for_one_dying_while_they_join_for_a_limited_time(tmp_path: Path) -> None:
-    seen = run_processes(_lose_a_joining_process, tmp_path, world_size=2, init_process_group=True, timeout=90)
+    seen = run_processes(
+        _lose_a_joining_process, tmp_path, world_size=2, init_process_group=True, timeout=90
+    )
     for first, second in seen:
         assert "within 3 s" in first or "ended by SIGKILL" in first
         assert second == "2"
@@ -417,7 +480,9 @@ def _many_saves(directory: Path) -> list[int]:
     for step in range(1, 30):
         _save(manager, step, history=step % 10 == 0)
     manager.wait()
-    steps = [_step(manager, name) for name in ("latest", "ckpt-s000000000010", "ckpt-s000000000020")]
+    steps = [
+        _step(manager, name) for name in ("latest", "ckpt-s000000000010", "ckpt-s000000000020")
+    ]
     manager.close()
     return steps
 
@@ -442,7 +507,9 @@ def test_torch_writer_filling_a_copy_of_the_metadata_loses_no_save(
     _save(manager, 1)
     _save(manager, 2)
     assert _step(manager, "latest") == 2
-    assert torch.equal(manager.load_checkpoint("latest")["model"]["0.weight"], torch.full((5, 3), 2.0))
+    assert torch.equal(
+        manager.load_checkpoint("latest")["model"]["0.weight"], torch.full((5, 3), 2.0)
+    )
 
 
 def test_value_that_ranks_have_differently_is_that_of_the_first_rank() -> None:
@@ -453,7 +520,11 @@ def test_value_that_ranks_have_differently_is_that_of_the_first_rank() -> None:
         mark = [6, 3] if rank == 0 else None
         model = {str(number): torch.zeros(8) for number in range(4)}
         of_rank = {f"rank_{rank}": {"value": rank}}
-        state = {"model": model, "state": {"metrics_mark": mark}, "attributes": {"ranks": [torch.ones(1)], **of_rank}}
+        state = {
+            "model": model,
+            "state": {"metrics_mark": mark},
+            "attributes": {"ranks": [torch.ones(1)], **of_rank},
+        }
         planner.set_up_planner(state, is_coordinator=rank == 0)
         planners.append(planner)
         plans.append(planner.create_local_plan())

@@ -55,7 +55,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("audited")
     (place / "train.py").write_text(PROGRAM)
     for name, words in (("run", []), ("epochs", ["epochs"])):
-        subprocess.run([interpreter(), "train.py", name, *words], cwd=place, check=True, capture_output=True)
+        subprocess.run(
+            [interpreter(), "train.py", name, *words], cwd=place, check=True, capture_output=True
+        )
     return place
 
 
@@ -65,22 +67,35 @@ def _in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def audit(run: str, *words: str) -> int:
-    return main(["audit", run, "--json", "--", interpreter(), "train.py", run.split(":")[0], *words])
+    return main(
+        ["audit", run, "--json", "--", interpreter(), "train.py", run.split(":")[0], *words]
+    )
 
 
 def files(run: str) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in Path(run).rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("run", "words"), [("run", []), ("run:0..8", []), ("epochs:6..", ["epochs"])])
+@pytest.mark.parametrize(
+    ("run", "words"), [("run", []), ("run:0..8", []), ("epochs:6..", ["epochs"])]
+)
 def test_retrained_stretch_equals_the_stored_one_bitwise(
     run: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files(run.split(":")[0])
     assert audit(run, *words) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["same"] and facts["differing"] == [] and facts["divergences"] == [] and facts["environment"] == {}
-    assert (facts["from"], facts["to"]) == {"run": (8, 12), "run:0..8": (0, 8), "epochs:6..": (6, 18)}[run]
+    assert (
+        facts["same"]
+        and facts["differing"] == []
+        and facts["divergences"] == []
+        and facts["environment"] == {}
+    )
+    assert (facts["from"], facts["to"]) == {
+        "run": (8, 12),
+        "run:0..8": (0, 8),
+        "epochs:6..": (6, 18),
+    }[run]
     assert files(run.split(":")[0]) == before
 
 
@@ -91,7 +106,10 @@ def test_diverging_stretch_names_its_first_update_and_tensor(
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert main(["audit", "run:4..8", "--", interpreter(), "train.py", "run"]) == 1
     text = capsys.readouterr().out
-    assert "updates 5 to 8: not the same as" in text and "first difference at step 7: gradients" in text
+    assert (
+        "updates 5 to 8: not the same as" in text
+        and "first difference at step 7: gradients" in text
+    )
     assert "model/0.weight" in text and "variables.OMP_NUM_THREADS" in text
 
 
@@ -105,9 +123,15 @@ def test_another_program_and_a_failing_one_are_refused_with_their_output(
     assert audit("run:0..8") == 1
     said = capsys.readouterr()
     assert json.loads(said.out)["settings"]["optim.lr"] == [0.01, 0.5]
-    assert "danling: 1 of 2: the program trains updates 1 to 8 again, which took the run 0:00:" in said.err
+    assert (
+        "danling: 1 of 2: the program trains updates 1 to 8 again, which took the run 0:00:"
+        in said.err
+    )
     assert main(["audit", "run", "--", interpreter(), "-c", "print('no runner here')"]) == 2
-    assert "no checkpoint there; the end of what it printed:\nno runner here" in capsys.readouterr().err
+    assert (
+        "no checkpoint there; the end of what it printed:\nno runner here"
+        in capsys.readouterr().err
+    )
 
 
 def test_updates_after_the_stretch_are_not_compared(
@@ -117,7 +141,10 @@ def test_updates_after_the_stretch_are_not_compared(
     assert main(["audit", "run:4..8", "--", interpreter(), "train.py", "run"]) == 0
     said = capsys.readouterr().out
     assert "updates 5 to 8: bitwise the same" in said
-    assert "failed after this stretch, which is not compared: danling.checkpoints.errors.CheckpointNotFound: " in said
+    assert (
+        "failed after this stretch, which is not compared: danling.checkpoints.errors.CheckpointNotFound: "
+        in said
+    )
     monkeypatch.setenv("DISTURB", "7")
     assert audit("run:4..8") == 1
     assert "CheckpointNotFound" in json.loads(capsys.readouterr().out)["failed"]
@@ -132,7 +159,12 @@ def test_program_ends_before_it_begins_another_run(
 
 
 def test_impossible_audit_is_refused_before_any_start(capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit("none") == 3 and audit("run:1..3") == 2 and audit("run:8..4") == 2 and audit("run:a..b") == 2
+    assert (
+        audit("none") == 3
+        and audit("run:1..3") == 2
+        and audit("run:8..4") == 2
+        and audit("run:a..b") == 2
+    )
     assert main(["audit", "run"]) == 2
     said = capsys.readouterr().err
     for words in ("[4, 8, 12]. Received: 3", "FROM before TO", "RUN:FROM..TO", "behind `--`"):
@@ -146,7 +178,9 @@ def test_impossible_audit_is_refused_before_any_start(capsys: pytest.CaptureFixt
 def test_parts_of_a_command_line_and_stretches() -> None:
     assert stretch("a:b:1..2") == (Path("a:b"), 1, 2) and stretch("a:..2") == (Path("a"), None, 2)
     stored = [Stored(Path(), 4, 0), Stored(Path(), 8, 0), Stored(Path(), 8, 1)]
-    assert stretch_of(stored, None, None) == (stored[0], stored[2]) and stretch_of(stored, 0, 4) == (None, stored[0])
+    assert stretch_of(stored, None, None) == (stored[0], stored[2]) and stretch_of(
+        stored, 0, 4
+    ) == (None, stored[0])
     assert stretch_of(stored[:1], None, None) == (None, stored[0])
 
 
@@ -167,7 +201,9 @@ def test_parts_of_a_command_line_and_stretches() -> None:
 )
 def test_by_how_much_entries_differ(first: object, second: object, share: float | None) -> None:
     (found,) = differences_of({"model": {"a": first}}, {"model": {"a": second}})
-    assert found.path == "model/a" and found.share == (share if share is None else pytest.approx(share))
+    assert found.path == "model/a" and found.share == (
+        share if share is None else pytest.approx(share)
+    )
 
 
 def test_disturbed_update_is_outside_a_small_tolerance(
@@ -179,7 +215,9 @@ def test_disturbed_update_is_outside_a_small_tolerance(
     monkeypatch.setenv("DISTURB", "10")
     assert main(["audit", "global", "--tolerance", "1e-5", "--json", "--", *program]) == 1
     facts = json.loads(capsys.readouterr().out)
-    assert not facts["accepted"] and facts["ranks"] == [1, 1] and facts["shares"]["grad_norm"] > 1e-3
+    assert (
+        not facts["accepted"] and facts["ranks"] == [1, 1] and facts["shares"]["grad_norm"] > 1e-3
+    )
     assert main(["audit", "global", "--tolerance", "0.5", "--", *program]) == 0
     with pytest.raises(SystemExit):
         main(["audit", "global", "--tolerance", "-1", "--", *program])
@@ -191,7 +229,15 @@ def test_another_number_of_processes_is_within_a_tolerance(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GLOBAL", "1")
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", "global"]
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        "global",
+    ]
     subprocess.run([interpreter(), "train.py", "global"], check=True, capture_output=True)
     assert main(["audit", "global", "--tolerance", "1e-5", "--", interpreter(), *words]) == 0
     said = capsys.readouterr().out

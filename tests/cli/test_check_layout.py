@@ -136,23 +136,35 @@ def program(tmp_path: Path) -> list[str]:
     return [interpreter(), str(tmp_path / "train.py"), str(tmp_path / "elsewhere")]
 
 
-def checked(layout: str, *words: str | Path, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+def checked(
+    layout: str, *words: str | Path, timeout: float = 280
+) -> subprocess.CompletedProcess[str]:
     return danling("check-layout", layout, *words, timeout=timeout, warm=True)
 
 
 @pytest.mark.timeout(300)
-def test_right_program_passes_and_one_with_two_divisions_fails(program: list[str], tmp_path: Path) -> None:
+def test_right_program_passes_and_one_with_two_divisions_fails(
+    program: list[str], tmp_path: Path
+) -> None:
     done = checked("shard=2", "--json", "--", *program)
     assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads(done.stdout)
     assert [line[:17] for line in done.stderr.splitlines() if " of 2: " in line] == [
         f"danling: {n} of 2: " for n in (1, 2)
     ]
-    assert facts["same"] and facts["samples"] == 7 and facts["parameters"] == 4 and facts["step"] is None
+    assert (
+        facts["same"]
+        and facts["samples"] == 7
+        and facts["parameters"] == 4
+        and facts["step"] is None
+    )
     assert not (tmp_path / "elsewhere").exists()
     done = checked("ddp=2", "--", *program, "twice")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "ddp=2: update 1 is not that of one process" in done.stdout and "4 of 4 gradients differ" in done.stdout
+    assert (
+        "ddp=2: update 1 is not that of one process" in done.stdout
+        and "4 of 4 gradients differ" in done.stdout
+    )
     assert "0.5  replicate  0.5 times that of one process" in done.stdout
 
 
@@ -179,7 +191,9 @@ SLOW = ("an iterable", "own dtype", "hsdp")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in RIGHT])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in RIGHT]
+)
 def test_programs_of_all_kinds_are_found_right(case: str, program: list[str]) -> None:
     """Stacks, and a float32 batch, float() and dropout as a call in a forward, batch normalization, an evaluation before."""
     layout, words, told = RIGHT[case]
@@ -194,12 +208,17 @@ def test_loss_changing_with_every_layout_gives_no_verdict(program: list[str]) ->
     done = checked("ddp=2", "--", *program, "noise")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "ddp=2: not checked, since the losses of update 1 cannot be the same" in done.stdout
-    assert "the forward pass draws random numbers" in done.stdout and "gradients differ" not in done.stdout
+    assert (
+        "the forward pass draws random numbers" in done.stdout
+        and "gradients differ" not in done.stdout
+    )
 
 
 @pytest.mark.timeout(300)
 def test_script_asks_for_a_check_by_itself(program: list[str]) -> None:
-    done = subprocess.run([*program, "method", program[0]], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [*program, "method", program[0]], capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == ["True", "7"]
 
@@ -207,8 +226,16 @@ def test_script_asks_for_a_check_by_itself(program: list[str]) -> None:
 @pytest.mark.parametrize(
     ("word", "received", "hint"),
     [
-        ("fails", "in one process. Received: exit code 1 of rank 0 after 0 updates", "It has to train in one process"),
-        ("leaves", "on the layout. Received: exit code 0 of rank 1 after 1 updates", "In one process it makes them"),
+        (
+            "fails",
+            "in one process. Received: exit code 1 of rank 0 after 0 updates",
+            "It has to train in one process",
+        ),
+        (
+            "leaves",
+            "on the layout. Received: exit code 0 of rank 1 after 1 updates",
+            "In one process it makes them",
+        ),
         pytest.param(
             "stuck",
             "on the layout. Received: exit code 1 of rank",
@@ -217,10 +244,16 @@ def test_script_asks_for_a_check_by_itself(program: list[str]) -> None:
         ),
     ],
 )
-def test_program_without_a_possible_check_is_named(word: str, received: str, hint: str, program: list[str]) -> None:
-    done = checked("ddp=2", "--timeout", "30" if word == "stuck" else "90", "--", *program, word, timeout=120)
+def test_program_without_a_possible_check_is_named(
+    word: str, received: str, hint: str, program: list[str]
+) -> None:
+    done = checked(
+        "ddp=2", "--timeout", "30" if word == "stuck" else "90", "--", *program, word, timeout=120
+    )
     assert done.returncode == 2
-    assert f"makes 2 updates of a runner {received}" in done.stderr and hint in done.stderr, done.stderr
+    assert f"makes 2 updates of a runner {received}" in done.stderr and hint in done.stderr, (
+        done.stderr
+    )
     assert ("out of luck" in done.stderr) == (word == "fails")
     # Where the ranks stood, of which one waits for the other.
     assert ("in train_step (time.sleep(100))" in done.stderr) == (word == "stuck"), done.stderr
@@ -228,7 +261,17 @@ def test_program_without_a_possible_check_is_named(word: str, received: str, hin
 
 def test_sigterm_ends_all_started_processes(program: list[str], tmp_path: Path) -> None:
     scratch = ["--scratch", str(tmp_path / "scratch")]
-    command = [interpreter(), "-m", "danling", "check-layout", "ddp=2", *scratch, "--", *program, "stuck"]
+    command = [
+        interpreter(),
+        "-m",
+        "danling",
+        "check-layout",
+        "ddp=2",
+        *scratch,
+        "--",
+        *program,
+        "stuck",
+    ]
     with Job(command) as job:
         job.wait_until((tmp_path / "scratch" / "layout" / "rank-1.update-1.pt").exists)
         job.signal(signal.SIGTERM)
@@ -242,7 +285,10 @@ def test_sigterm_ends_all_started_processes(program: list[str], tmp_path: Path) 
     [
         (["tensor=x", "--", "python"], "such as shard=2,tensor=2"),
         (["shard=2"], "Expected a program behind `--`"),
-        (["shard=2", "--", "torchrun", "--nproc-per-node", "2", "train.py"], "as it is started for one process"),
+        (
+            ["shard=2", "--", "torchrun", "--nproc-per-node", "2", "train.py"],
+            "as it is started for one process",
+        ),
     ],
 )
 def test_impossible_command_lines_are_refused(

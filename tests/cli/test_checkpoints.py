@@ -49,7 +49,11 @@ def verdicts(path: Path, capsys: pytest.CaptureFixture[str], code: int) -> dict[
 
 def payload_files(run: Path) -> list[Path]:
     """Return the files that hold tensors, each once."""
-    places = run.glob("checkpoints/targets/*/*.distcp") if is_sharded(run) else run.glob("checkpoints/*.pth")
+    places = (
+        run.glob("checkpoints/targets/*/*.distcp")
+        if is_sharded(run)
+        else run.glob("checkpoints/*.pth")
+    )
     return sorted(places)
 
 
@@ -59,10 +63,14 @@ def is_sharded(run: Path) -> bool:
 
 def test_whole_checkpoints_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = verdicts(run, capsys, 0)
-    assert {"latest", "best"} <= {name.removesuffix(".pth") for name in found} and not any(found.values())
+    assert {"latest", "best"} <= {name.removesuffix(".pth") for name in found} and not any(
+        found.values()
+    )
     assert verdicts(run / "checkpoints", capsys, 0) == found
     done = danling("verify", run, warm=True)
-    assert done.returncode == 0 and done.stdout.count("ok ") == len(found) and "step 12" in done.stdout
+    assert (
+        done.returncode == 0 and done.stdout.count("ok ") == len(found) and "step 12" in done.stdout
+    )
 
 
 def test_every_damaged_file_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,15 +93,24 @@ def test_sums_without_their_file_are_damage(run: Path, capsys: pytest.CaptureFix
     assert any(f"{lost.name} is missing" in problem for problem in problems)
 
 
-def test_contents_are_those_of_the_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contents_are_those_of_the_checkpoint(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     contents = read_contents(run)
     shapes = {entry.name: entry.shape for entry in contents.entries}
-    assert shapes["model.0.weight"] == (12, 6) and shapes["optimizer.state.0.weight.exp_avg"] == (12, 6)
+    assert shapes["model.0.weight"] == (12, 6) and shapes["optimizer.state.0.weight.exp_avg"] == (
+        12,
+        6,
+    )
     assert contents.sections()["model"]["elements"] == 6 * 12 + 12 + 24 + 36 + 3
     assert main(["inspect", str(run), "--json", "--tensors", "--config"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["step"] == 12 and facts["world_size"] == 1 and facts["config"]["optim"]["lr"] == 0.01
-    assert {"model", "ema", "optimizer"} <= set(facts["sections"]) and len(facts["tensors"]) == len(shapes)
+    assert (
+        facts["step"] == 12 and facts["world_size"] == 1 and facts["config"]["optim"]["lr"] == 0.01
+    )
+    assert {"model", "ema", "optimizer"} <= set(facts["sections"]) and len(facts["tensors"]) == len(
+        shapes
+    )
     assert main(["inspect", str(run), "--tensors", "--config"]) == 0
     assert "optim.lr: 0.01" in capsys.readouterr().out
 
@@ -109,7 +126,9 @@ def test_exported_weights_are_those_of_the_checkpoint(run: Path, tmp_path: Path)
     assert not torch.equal(model["0.weight"], ema["0.weight"])
     assert main(["export", str(run), "plain.pth", "--trained"]) == 0
     plain = torch.load("plain.pth", weights_only=True)
-    assert plain.keys() == model.keys() and all(torch.equal(plain[name], model[name]) for name in model)
+    assert plain.keys() == model.keys() and all(
+        torch.equal(plain[name], model[name]) for name in model
+    )
     assert main(["export", str(run), "ema.safetensors", "--ema", "--dtype", "bf16"]) == 0
     averaged = load_file("ema.safetensors")
     assert all(torch.equal(averaged[name], ema[name].bfloat16()) for name in ema)
@@ -117,11 +136,16 @@ def test_exported_weights_are_those_of_the_checkpoint(run: Path, tmp_path: Path)
     usual = torch.load("usual.pth", weights_only=True)
     assert usual.keys() == ema.keys() and all(torch.equal(usual[name], ema[name]) for name in ema)
     assert main(["export", str(run), "both", "--ema", "beside"]) == 0
-    assert {path.name for path in Path("both").iterdir()} == {"model.safetensors", "ema.safetensors"}
+    assert {path.name for path in Path("both").iterdir()} == {
+        "model.safetensors",
+        "ema.safetensors",
+    }
     assert read_contents("ema.safetensors").sections()["tensors"]["dtypes"].keys() == {"BF16"}
 
 
-def test_export_replaces_nothing_unasked_and_nothing_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_replaces_nothing_unasked_and_nothing_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("there.pth").write_text("mine")
     assert main(["export", str(run), "there.pth"]) == 2
     assert Path("there.pth").read_text() == "mine" and "--force" in capsys.readouterr().err
@@ -133,8 +157,14 @@ def test_export_replaces_nothing_unasked_and_nothing_damaged(run: Path, capsys: 
     assert main(["export", str(run), "new.pth", "--max-shard-size", "1"]) == 2
 
 
-def test_an_export_stays_out_of_the_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = [run / "checkpoints", run / "checkpoints" / "latest.pth", run / "checkpoints" / "weights.safetensors"]
+def test_an_export_stays_out_of_the_checkpoints(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = [
+        run / "checkpoints",
+        run / "checkpoints" / "latest.pth",
+        run / "checkpoints" / "weights.safetensors",
+    ]
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     for place in places:
         assert main(["export", str(run), str(place), "--force"]) == 2
@@ -142,27 +172,35 @@ def test_an_export_stays_out_of_the_checkpoints(run: Path, capsys: pytest.Captur
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_an_exported_directory_is_inspected_and_estimated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_directory_is_inspected_and_estimated(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = weights_of(run, "model")
     assert main(["export", str(run), "weights", "--ema", "beside", "--max-shard-size", "0.2k"]) == 0
     assert {entry.name for entry in read_contents("weights").entries} == set(model)
     assert main(["inspect", "weights"]) == 0 and main(["estimate", "weights"]) == 0
 
 
-def test_file_without_a_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_without_a_checkpoint_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 40)
     (tmp_path / "bad.pth").write_bytes(b"nothing")
     assert main(["inspect", "bad.safetensors"]) == 1 and main(["inspect", "bad.pth"]) == 1
     errors = capsys.readouterr().err
     assert "bad.safetensors" in errors and "bad.pth" in errors
     torch.save({"a.weight": torch.ones(2, 3)}, "foreign.pth")
-    assert read_contents("foreign.pth").kind == "torch file" and main(["inspect", "foreign.pth"]) == 0
+    assert (
+        read_contents("foreign.pth").kind == "torch file" and main(["inspect", "foreign.pth"]) == 0
+    )
     torch.save({"a.weight": torch.ones(2, 3)}, "old.pth", _use_new_zipfile_serialization=False)
     assert [entry.shape for entry in read_contents("old.pth").entries] == [(2, 3)]
     assert main(["verify", "bad.safetensors"]) == 3 and "DAMAGED" not in capsys.readouterr().out
 
 
-def test_file_unreadable_for_torch_is_named_in_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_unreadable_for_torch_is_named_in_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("text.pth").write_text("epoch,loss\n1,0.5\n")
     Path("empty.pth").touch()
     Path("bytes.pth").write_bytes(b"\x80\x02nothing")
@@ -170,7 +208,12 @@ def test_file_unreadable_for_torch_is_named_in_one_line(run: Path, capsys: pytes
     for name in ("text.pth", "empty.pth", "bytes.pth", "module.pth"):
         assert main(["inspect", name]) == 1
         told = capsys.readouterr().err
-        assert name in told and told.count("\n") == 1 and "\x1b" not in told and "weights_only" not in told
+        assert (
+            name in told
+            and told.count("\n") == 1
+            and "\x1b" not in told
+            and "weights_only" not in told
+        )
     assert "torch.nn.modules.linear.Linear" in told and "state_dict()" in told
     if not is_sharded(run):
         (run / "checkpoints" / "latest.pth").write_bytes(b"nothing")
@@ -206,7 +249,10 @@ def test_weights_of_other_programs_are_no_damage_and_directories_say_how_they_ar
     weights = nn.Linear(3, 2).state_dict()
     legacy = tmp_path / "legacy.pth"
     torch.save(weights, legacy, _use_new_zipfile_serialization=False)
-    assert main(["verify", str(legacy)]) == 0 and "nothing to compare it with" in capsys.readouterr().out
+    assert (
+        main(["verify", str(legacy)]) == 0
+        and "nothing to compare it with" in capsys.readouterr().out
+    )
     sharded, bare = tmp_path / "sharded", tmp_path / "bare"
     dcp.save(weights, checkpoint_id=sharded)
     bare.mkdir()
@@ -226,13 +272,18 @@ def test_weights_of_other_programs_are_no_damage_and_directories_say_how_they_ar
     parts = tmp_path / "parts"
     export_weights(parts, weights, max_shard_bytes=8)
     contents = read_contents(parts / "model.safetensors.index.json")
-    assert {entry.name: entry.shape for entry in contents.entries} == {"weight": (2, 3), "bias": (2,)}
+    assert {entry.name: entry.shape for entry in contents.entries} == {
+        "weight": (2, 3),
+        "bias": (2,),
+    }
     (parts / "model-00001-of-00002.safetensors").unlink()
     assert main(["inspect", str(parts / "model.safetensors.index.json")]) != 0
 
 
 @pytest.mark.parametrize("command", ["train", "fit"])
-def test_training_command_is_answered_with_the_users_program(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_command_is_answered_with_the_users_program(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main([command])
     assert "run `python train.py`" in capsys.readouterr().err

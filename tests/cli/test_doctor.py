@@ -30,7 +30,9 @@ def test_the_doctor_kills_and_resumes_bitwise() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @device.needed
-def test_doctor_uses_the_available_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_uses_the_available_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in device.plugged_in(tmp_path / "plugin").items():
         monkeypatch.setenv(name, value)
     done = danling("doctor", "--json", "--skip", "compile", "torch", "dcp", timeout=380)
@@ -41,11 +43,16 @@ def test_doctor_uses_the_available_accelerator(tmp_path: Path, monkeypatch: pyte
         assert "bitwise the same" in checks[f"{what} (file)"]["detail"]
 
 
-def test_broken_and_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_broken_and_missing_compilers_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     script = tmp_path / "c++"
     script.write_text("#!/bin/sh\necho 'mine 1.2'\n")
     script.chmod(0o755)
-    for command, state, detail in ((script, "failed", "with mine 1.2"), (tmp_path / "none", "absent", "install g++")):
+    for command, state, detail in (
+        (script, "failed", "with mine 1.2"),
+        (tmp_path / "none", "absent", "install g++"),
+    ):
         monkeypatch.setenv("CXX", str(command))
         # Anything that compiles would take longer than that.
         (found,) = doctor.examine({"torch", "file", "dcp"}, 0.001)
@@ -54,7 +61,9 @@ def test_broken_and_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
-    with Job([sys.executable, "-m", "danling", "doctor"], environment={"TMPDIR": str(tmp_path)}) as job:
+    with Job(
+        [sys.executable, "-m", "danling", "doctor"], environment={"TMPDIR": str(tmp_path)}
+    ) as job:
         job.wait_until(lambda: any(tmp_path.glob("danling-doctor-*/whole/checkpoints/latest*")))
         job.signal(signal.SIGTERM)
         assert job.wait().exit_code == 143

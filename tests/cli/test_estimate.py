@@ -50,9 +50,18 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int
     """Train one step and add up what is there."""
     model(torch.randn(4, 7, dtype=next(model.parameters()).dtype)).float().sum().backward()
     optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
     gradients = local_bytes(parameter.grad for parameter in model.parameters())
-    return {"parameters": local_bytes(model.parameters()), "gradients": gradients, "optimizer": local_bytes(states)}
+    return {
+        "parameters": local_bytes(model.parameters()),
+        "gradients": gradients,
+        "optimizer": local_bytes(states),
+    }
 
 
 def measure_sharded() -> dict[str, int]:
@@ -85,7 +94,10 @@ def test_every_optimizer_keeps_its_estimate(name: str) -> None:
 def test_the_figures_of_the_paper() -> None:
     # ZeRO, arXiv:1910.02054, figure 1: 7.5 billion parameters on 64 ranks, Adam in mixed precision with a master copy.
     totals = [
-        bytes_per_rank(Model(7.5e9), {"shard": 64}, stage=stage, precision="bf16", master=True)["total"] / 1e9
+        bytes_per_rank(Model(7.5e9), {"shard": 64}, stage=stage, precision="bf16", master=True)[
+            "total"
+        ]
+        / 1e9
         for stage in range(4)
     ]
     assert totals == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.06)
@@ -93,7 +105,15 @@ def test_the_figures_of_the_paper() -> None:
 
 def test_axes_divide_their_parameters() -> None:
     model = Model(dense=1e6, experts=8e6)
-    layout = {"replicate": 2, "context": 2, "pipeline": 2, "tensor": 5, "expert": 4, "expert_tensor": 2, "shard": 10}
+    layout = {
+        "replicate": 2,
+        "context": 2,
+        "pipeline": 2,
+        "tensor": 5,
+        "expert": 4,
+        "expert_tensor": 2,
+        "shard": 10,
+    }
     parts = bytes_per_rank(model, layout, optimizer="sgd", ema=True)
     assert parts["parameters"] == parts["ema"] == 4 * (1e6 / (2 * 5 * 10) + 8e6 / (2 * 4 * 2 * 10))
     halves = bytes_per_rank(model, layout, optimizer="sgd", ema=True, precision="bf16")
@@ -109,7 +129,9 @@ def test_impossible_estimate_is_refused(words: str) -> None:
 def test_the_command_takes_counts_and_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--params", "7B", "--shard", "8", "--ema", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["world_size"] == 8 and facts["bytes_per_rank"]["total"] == 7e9 * (4 + 4 + 8 + 4) / 8
+    assert (
+        facts["world_size"] == 8 and facts["bytes_per_rank"]["total"] == 7e9 * (4 + 4 + 8 + 4) / 8
+    )
     torch.save(build().state_dict(), "weights.pth")
     assert main(["estimate", "weights.pth", "--shard", "2", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -120,5 +142,12 @@ def test_the_command_takes_counts_and_checkpoints(capsys: pytest.CaptureFixture[
 
 
 def test_sizes_have_three_digits_at_most() -> None:
-    sizes = {999: "999 B", 1000: "1 kB", 50_330: "50.3 kB", 999_499: "999 kB", 999_700: "1 MB", 16.6e9: "16.6 GB"}
+    sizes = {
+        999: "999 B",
+        1000: "1 kB",
+        50_330: "50.3 kB",
+        999_499: "999 kB",
+        999_700: "1 MB",
+        16.6e9: "16.6 GB",
+    }
     assert {size: as_bytes(size) for size in sizes} == sizes

@@ -25,21 +25,48 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_the_table_has_scores_and_differences(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_scores_and_differences(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = danling("runs", root, warm=True)
     lines = done.stdout.splitlines()
-    assert lines[0].split() == ["run", "step", "attempts", "score", "best", "at", "latest", "last", "change"]
+    assert lines[0].split() == [
+        "run",
+        "step",
+        "attempts",
+        "score",
+        "best",
+        "at",
+        "latest",
+        "last",
+        "change",
+    ]
     assert lines[1].startswith("high") and lines[2].startswith("low") and "val/acc" in lines[1]
     assert "settings that differ" in lines and "optim.lr" in done.stdout and "0.05" in done.stdout
     assert main(["runs", str(root), "--sort", "step", "--reverse", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert [run["step"] for run in facts["runs"]] == [12, 8]
-    assert facts["differences"]["optim.lr"] == dict(zip([run["run"] for run in facts["runs"]], [0.001, 0.05]))
+    assert facts["differences"]["optim.lr"] == dict(
+        zip([run["run"] for run in facts["runs"]], [0.001, 0.05])
+    )
 
 
 def test_several_runs_become_a_picture(root: Path) -> None:
-    done = danling("plot", root, "--figure", "loss", "acc", "--smooth", "0.5", "-o", "out/curves.png", warm=True)
-    assert done.stdout == "out/curves.png: 2 runs\n" and Image.open("out/curves.png").format == "PNG"
+    done = danling(
+        "plot",
+        root,
+        "--figure",
+        "loss",
+        "acc",
+        "--smooth",
+        "0.5",
+        "-o",
+        "out/curves.png",
+        warm=True,
+    )
+    assert (
+        done.stdout == "out/curves.png: 2 runs\n" and Image.open("out/curves.png").format == "PNG"
+    )
     assert main(["plot", str(root), "--figure", "los"]) == 2 and not Path("curves.png").exists()
 
 
@@ -82,10 +109,13 @@ def write_run(path: Path, scale: float) -> Run:
         for i in range(1, 21)
     ]
     lines += [
-        f'{{"step": {i}, "time": {100 + i}.7, "val/loss": {2 * scale / i}, "val/acc": {i / 20}}}' for i in (10, 20)
+        f'{{"step": {i}, "time": {100 + i}.7, "val/loss": {2 * scale / i}, "val/acc": {i / 20}}}'
+        for i in (10, 20)
     ]
     (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (path / "results.json").write_text('{"1": {"val": {"acc": 0.5, "loss": null}}, "2": {"val": {"acc": 1.0}}}')
+    (path / "results.json").write_text(
+        '{"1": {"val": {"acc": 0.5, "loss": null}}, "2": {"val": {"acc": 1.0}}}'
+    )
     (path / "best.json").write_text('{"index": 2, "score": 1.0, "result": {"val": {"acc": 1.0}}}')
     (path / "metadata").mkdir()
     (path / "metadata" / "config.canonical.yaml").write_text(f"optim:\n  lr: {scale}\n")
@@ -104,7 +134,11 @@ def test_each_quantity_has_a_panel_with_the_curves_of_all_runs(runs: list[Run]) 
     assert list(panels) == ["loss", "acc", "learning_rate"]
     drawn = {line.get_label(): list(map(float, line.get_ydata())) for line in panels["loss"].lines}
     titles = zip(("optim.lr=1.0", "optim.lr=3.0"), runs)
-    wanted = {f"{title} {split}": run.curve(f"{split}/loss")[1] for title, run in titles for split in ("train", "val")}
+    wanted = {
+        f"{title} {split}": run.curve(f"{split}/loss")[1]
+        for title, run in titles
+        for split in ("train", "val")
+    }
     assert drawn == wanted
 
 
@@ -114,7 +148,9 @@ def test_legends_cover_no_curve(runs: list[Run]) -> None:
     for axes in figure.axes:
         legend = axes.get_legend()
         assert legend is not None
-        assert not any(legend.get_window_extent().overlaps(other.get_window_extent()) for other in figure.axes)
+        assert not any(
+            legend.get_window_extent().overlaps(other.get_window_extent()) for other in figure.axes
+        )
         assert figure.bbox.containsx(legend.get_window_extent().x0) and figure.bbox.containsy(
             legend.get_window_extent().y0
         )
@@ -122,7 +158,9 @@ def test_legends_cover_no_curve(runs: list[Run]) -> None:
 
 def test_notebook_shows_the_curves_of_a_directory(runs: list[Run]) -> None:
     formatters = pytest.importorskip("IPython.core.formatters")
-    shown, _ = formatters.DisplayFormatter().format(package.draw_curves(runs[0].path.parent, figures=["loss"]))
+    shown, _ = formatters.DisplayFormatter().format(
+        package.draw_curves(runs[0].path.parent, figures=["loss"])
+    )
     assert shown["image/png"] == png(draw_curves(find_runs(runs[0].path.parent), figures=["loss"]))
 
 

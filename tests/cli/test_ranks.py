@@ -37,7 +37,9 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("by_url", [False, True])
-def test_table_adds_up_the_lines(run: Path, tmp_path: Path, by_url: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_adds_up_the_lines(
+    run: Path, tmp_path: Path, by_url: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = str(run)
     if by_url:
         place = f"file://{tmp_path}/store"
@@ -48,15 +50,30 @@ def test_table_adds_up_the_lines(run: Path, tmp_path: Path, by_url: bool, capsys
     assert second.split() == ["0", "a", "0", "0.0%", "-", "1", "5", "4", "0", "0"]
     assert main(["ranks", place, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["ranks"]
-    seconds = {"data": 4.0, "computing": 5.0, "waiting": 1.0, "checkpointing": 0.0, "evaluating": 0.0}
-    assert found[0] == {"rank": 1, "host": None, "lost": 3.0, "share": 0.3, "cause": "data", "seconds": seconds}
+    seconds = {
+        "data": 4.0,
+        "computing": 5.0,
+        "waiting": 1.0,
+        "checkpointing": 0.0,
+        "evaluating": 0.0,
+    }
+    assert found[0] == {
+        "rank": 1,
+        "host": None,
+        "lost": 3.0,
+        "share": 0.3,
+        "cause": "data",
+        "seconds": seconds,
+    }
 
 
 def test_times_of_ranks_are_no_metric_of_a_plot(run: Path) -> None:
     assert list(group([Run(run, "run")])) == ["loss"]
 
 
-def test_missing_rank_times_are_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_rank_times_are_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "metrics.jsonl").write_text(json.dumps(LINES[0]) + "\n")
     assert main(["ranks", str(run)]) == 3 and "comm.slow_rank_share" in capsys.readouterr().err
     (run / "metrics.jsonl").write_bytes(b"\x00\n")
@@ -65,4 +82,7 @@ def test_missing_rank_times_are_named(run: Path, tmp_path: Path, capsys: pytest.
     (run.parent / "other" / "metrics.jsonl").write_text("")
     assert main(["ranks", str(run.parent)]) == 2 and "Expected one run" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    assert main(["ranks", str(tmp_path / "empty")]) == 3 and main(["ranks", str(tmp_path / "none")]) == 3
+    assert (
+        main(["ranks", str(tmp_path / "empty")]) == 3
+        and main(["ranks", str(tmp_path / "none")]) == 3
+    )

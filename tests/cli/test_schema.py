@@ -18,7 +18,9 @@ from danling.config.json_schema import schema
 jsonschema = pytest.importorskip("jsonschema")
 
 
-def test_defaults_and_a_users_file_are_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_defaults_and_a_users_file_are_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["schema"]) == 0
     checker = jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))
     checker.check_schema(checker.schema)
@@ -56,7 +58,9 @@ def test_settings_refused_by_a_runner_are_invalid(wrong: dict[str, Any], key: st
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_commands_and_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("shtab")
     assert main(["completion", "bash"]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)

@@ -18,7 +18,15 @@ HEAVY = ("torch", "chanfig", "numpy", "matplotlib")
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["env"], ["runs", "."], ["verify", "."], ["plot", "--help"], ["estimate", "--params", "7B"]]
+    "words",
+    [
+        ["--help"],
+        ["env"],
+        ["runs", "."],
+        ["verify", "."],
+        ["plot", "--help"],
+        ["estimate", "--params", "7B"],
+    ],
 )
 def test_commands_without_tensors_do_not_import_torch(words: list[str]) -> None:
     program = (
@@ -26,7 +34,9 @@ def test_commands_without_tensors_do_not_import_torch(words: list[str]) -> None:
         f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.stderr.splitlines()[-1] == "[]"
 
 
@@ -37,7 +47,9 @@ def test_env_names_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> N
     done = danling("env", "--json")
     facts = json.loads(done.stdout)
     assert done.returncode == 0 and facts["danling"] == package.__version__
-    assert facts["packages"]["torch"] == version("torch") and facts["packages"]["pyyaml"] == version("pyyaml")
+    assert facts["packages"]["torch"] == version("torch") and facts["packages"][
+        "pyyaml"
+    ] == version("pyyaml")
     assert (
         facts["variables"]["NCCL_DEBUG"] == "INFO"
         and facts["variables"]["NCCL_P2P_DISABLE"] == "1"
@@ -86,12 +98,16 @@ def test_closed_reader_is_no_error(tmp_path: Path) -> None:
 
 
 def test_names_of_the_package_are_found_when_they_are_used() -> None:
-    assert all(getattr(package, name) is not None and name in dir(package) for name in package.__all__)
+    assert all(
+        getattr(package, name) is not None and name in dir(package) for name in package.__all__
+    )
     with pytest.raises(AttributeError, match="Rnner"):
         package.Rnner  # noqa: B018
 
 
 def test_rooms_are_attributes_before_anything_imports_them() -> None:
     program = "import danling; print(danling.reporting.trackers.__name__, danling.checkpoints.manifest.__name__)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "danling.reporting.trackers danling.checkpoints.manifest\n", done.stderr

@@ -41,7 +41,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(params=["moto", "localbucket"])
-def server(request: pytest.FixtureRequest, moto: ObjectServer, localbucket: ObjectServer) -> ObjectServer:
+def server(
+    request: pytest.FixtureRequest, moto: ObjectServer, localbucket: ObjectServer
+) -> ObjectServer:
     return {"moto": moto, "localbucket": localbucket}[request.param]
 
 
@@ -74,12 +76,18 @@ def test_runs_of_many_machines_are_compared(
     url, runs = stored(server, trained, monkeypatch)
     code, found = said(capsys, "runs", url)
     assert code == 0 and {row["path"] for row in found["runs"]} == set(runs.values())
-    assert [row["step"] for row in found["runs"]] == [4, 4] and [row["attempts"] for row in found["runs"]] == [1, 1]
+    assert [row["step"] for row in found["runs"]] == [4, 4] and [
+        row["attempts"] for row in found["runs"]
+    ] == [1, 1]
     assert sorted(found["differences"]["optim.lr"].values()) == [0.1, 0.2]
     # One of them, by its own URL.
     assert [row["path"] for row in said(capsys, "runs", runs["file"])[1]["runs"]] == [runs["file"]]
     parted = said(capsys, "diff", *runs.values())
-    assert parted[1]["settings"] == said(capsys, "diff", *map(str, trained.values()))[1]["settings"] != {}
+    assert (
+        parted[1]["settings"]
+        == said(capsys, "diff", *map(str, trained.values()))[1]["settings"]
+        != {}
+    )
     assert main(["plot", url, "--output", str(tmp_path / "curves.png")]) == 0
 
 
@@ -108,7 +116,8 @@ def test_a_checkpoint_is_inspected_verified_and_exported(
     bucket, prefix = run.removeprefix("s3://").split("/", 1)
     sizes = server.objects(bucket, f"{prefix}/checkpoints/")
     largest = max(
-        (key for key in sizes if "/objects/" in key or key.endswith(".distcp")), key=lambda key: (sizes[key], key)
+        (key for key in sizes if "/objects/" in key or key.endswith(".distcp")),
+        key=lambda key: (sizes[key], key),
     )
     server.flip(bucket, largest)
     code, found = said(capsys, "verify", run)
@@ -143,7 +152,11 @@ def test_doctor_names_the_denied_operation(
             monkeypatch.setenv(name, value)
         proxy.answer(403, "AccessDenied", when=lambda request: request.is_listing)
         code, found = said(capsys, "doctor", "--remote", f"s3://{bucket}")
-        failed = {check["name"]: check["detail"] for check in found["checks"] if check["state"] == "failed"}
+        failed = {
+            check["name"]: check["detail"]
+            for check in found["checks"]
+            if check["state"] == "failed"
+        }
         assert code == 1 and list(failed) == ["objects"] and "AccessDenied" in failed["objects"]
 
 
@@ -161,7 +174,9 @@ def test_a_wrong_url_is_one_line(
     words: tuple[str, ...], code: int, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = tuple(
-        word.replace("/nowhere", str(tmp_path)).replace("/tmp/danling-none-there", str(tmp_path / "none"))
+        word.replace("/nowhere", str(tmp_path)).replace(
+            "/tmp/danling-none-there", str(tmp_path / "none")
+        )
         for word in words
     )
     assert main(words) == code

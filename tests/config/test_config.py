@@ -117,32 +117,61 @@ def test_a_key_is_set_in_four_ways() -> None:
     by_attribute, by_item = RunnerConfig(), RunnerConfig()
     by_attribute.checkpoint.interval = 5
     by_item["checkpoint.interval"] = 5
-    by_dots, by_section = RunnerConfig({"checkpoint.interval": 5}), RunnerConfig(checkpoint={"interval": 5})
+    by_dots, by_section = (
+        RunnerConfig({"checkpoint.interval": 5}),
+        RunnerConfig(checkpoint={"interval": 5}),
+    )
     for config in (by_dots, by_section, by_attribute, by_item):
         assert config == by_dots and isinstance(config.checkpoint, ClosedSection)
-        assert config.checkpoint.interval == config["checkpoint.interval"] == config.get("checkpoint.interval") == 5
+        assert (
+            config.checkpoint.interval
+            == config["checkpoint.interval"]
+            == config.get("checkpoint.interval")
+            == 5
+        )
         assert config.checkpoint.dir_name == "checkpoints"
 
 
 def test_user_sections_are_open() -> None:
-    config = RunnerConfig({"data.path": "a.txt", "model": {"heads": {"count": 4}}, "dataloader.batch_size": 8})
+    config = RunnerConfig(
+        {"data.path": "a.txt", "model": {"heads": {"count": 4}}, "dataloader.batch_size": 8}
+    )
     config.model.width = 64
     config.text.tokenizer.name = "bpe"
     config.dataloader.val.batch_size = 16
     assert config.data.path == "a.txt" and config["text.tokenizer.name"] == "bpe"
-    assert config.model == {"heads": {"count": 4}, "width": 64} and config.get("model.heads.count") == 4
+    assert (
+        config.model == {"heads": {"count": 4}, "width": 64}
+        and config.get("model.heads.count") == 4
+    )
     assert "model.heads.count" in config and "model.heads.size" not in config
     assert config.dataloader == {"batch_size": 8, "val": {"batch_size": 16}}
     config["optim.param_groups"] = [{"pattern": "bias", "weight_decay_multiplier": 0.0}]
     assert config.optim.param_groups[0].pattern == "bias"
-    assert config.plain()["optim"] == {"param_groups": [{"pattern": "bias", "weight_decay_multiplier": 0.0}]}
+    assert config.plain()["optim"] == {
+        "param_groups": [{"pattern": "bias", "weight_decay_multiplier": 0.0}]
+    }
     with pytest.warns(UserWarning, match="name of a method"):
         config.model.items = 3
     assert config.model["items"] == 3
 
 
 @pytest.mark.parametrize(
-    "key", ["model", "data", "text", "num_blocks", "network", "dataset", "dim", "fc", "fft", "device", "tags", "x"]
+    "key",
+    [
+        "model",
+        "data",
+        "text",
+        "num_blocks",
+        "network",
+        "dataset",
+        "dim",
+        "fc",
+        "fft",
+        "device",
+        "tags",
+        "x",
+    ],
 )
 def test_own_names_are_fine(key: str) -> None:
     assert RunnerConfig({key: 1})[key] == 1
@@ -160,7 +189,9 @@ gc.intervl.x: interval}
 
 
 @pytest.mark.parametrize(("key", "meant"), [*SLIPS.items(), *UNKNOWN.items()])
-def test_slip_and_unknown_key_of_a_section_are_errors_with_the_nearest_name(key: str, meant: str) -> None:
+def test_slip_and_unknown_key_of_a_section_are_errors_with_the_nearest_name(
+    key: str, meant: str
+) -> None:
     with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
         RunnerConfig({key: 1})
     if "-" not in key:
@@ -188,7 +219,12 @@ def test_reading_changes_no_value_and_no_id() -> None:
     with pytest.raises(KeyError, match="Did you mean 'interval'"):
         config["checkpoint.intervall"]
     assert (config.get("foo"), config.get("foo.bar", 3), config.get("model", 1)) == (None, 3, 1)
-    assert config.optim.lr is None and config.scheduler.interval is None and not config.optim and not config.dataloader
+    assert (
+        config.optim.lr is None
+        and config.scheduler.interval is None
+        and not config.optim
+        and not config.dataloader
+    )
     assert config.plain() == before
     config.model.head  # noqa: B018
     assert (config.config_id(), hash(config)) == (RunnerConfig().config_id(), hash(RunnerConfig()))
@@ -207,8 +243,12 @@ def test_compile_options_keep_their_dots() -> None:
     config = RunnerConfig(compile={"options": {"triton.cudagraphs": True}})
     config["compile.options.max_autotune"] = True
     config.merge({"compile": {"options": {"trace.enabled": False}}})
-    assert type(config.compile.options) is dict and config.compile.options == {"trace.enabled": False}
-    assert RunnerConfig({"compile.options.triton.cudagraphs": True}).compile.options == {"triton.cudagraphs": True}
+    assert type(config.compile.options) is dict and config.compile.options == {
+        "trace.enabled": False
+    }
+    assert RunnerConfig({"compile.options.triton.cudagraphs": True}).compile.options == {
+        "triton.cudagraphs": True
+    }
 
 
 def test_frozen() -> None:
@@ -229,7 +269,11 @@ def test_update_setdefault_and_or() -> None:
     config = RunnerConfig(epochs=2, optim={"type": "sgd", "lr": 0.1})
     joined = config | {"optim": {"lr": 0.2}, "checkpoint.interval": 3}
     assert type(joined) is RunnerConfig and (joined.optim.type, joined.optim.lr) == ("sgd", 0.2)
-    assert (joined.checkpoint.interval, config.optim.lr, config.checkpoint.interval) == (3, 0.1, None)
+    assert (joined.checkpoint.interval, config.optim.lr, config.checkpoint.interval) == (
+        3,
+        0.1,
+        None,
+    )
     config.update({"checkpoint.interval": 3}, accum_steps=4)
     config |= {"seed": 1}
     assert config.setdefault("model.width", 8) == 8 and config.setdefault("seed", 2) == 1
@@ -285,23 +329,31 @@ COMBINATIONS = {
     "not both. Received: batch_size=4, global_batch_size=16 in dataloader. Set one of them to none": {
         "dataloader": {"batch_size": 4, "global_batch_size": 16}
     },
-    "global_batch_size=16 in dataloader.train": {"dataloader.train": {"batch_size": 4, "global_batch_size": 16}},
+    "global_batch_size=16 in dataloader.train": {
+        "dataloader.train": {"batch_size": 4, "global_batch_size": 16}
+    },
     "'ddp', 'auto', 'torch', 'parallel', 'deepspeed', 'ds', 'accelerate', 'graph'. Received: stack='ddpp'. Did you mean 'ddp'": {
         "stack": "ddpp"
     },
 }
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG_TYPES.items() for value in values])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG_TYPES.items() for value in values]
+)
 def test_wrong_types_name_the_key(key: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"Expected {key.rpartition('.')[0]}.*to be .* Received: {key}="):
+    with pytest.raises(
+        TypeError, match=f"Expected {key.rpartition('.')[0]}.*to be .* Received: {key}="
+    ):
         RunnerConfig({key: value})
 
 
 @pytest.mark.parametrize(("key", "value"), OUT_OF_BOUNDS.items())
 def test_values_out_of_bounds_name_the_key(key: str, value: Any) -> None:
     leaf = key.rpartition(".")[2]
-    with pytest.raises(ValueError, match=rf"Expected \S*{leaf} to be (a number|one of) .* Received: \S*{leaf}="):
+    with pytest.raises(
+        ValueError, match=rf"Expected \S*{leaf} to be (a number|one of) .* Received: \S*{leaf}="
+    ):
         RunnerConfig({key: value})
     with pytest.raises(ValueError, match="Received: "):
         RunnerConfig()[key] = value
@@ -361,8 +413,15 @@ def test_the_warning_is_seen_in_a_script(tmp_path: Path) -> None:
         "dl.RunnerConfig().parse(['--checkpoint_interval', '3'])\nconfig = dl.RunnerConfig()\n"
         "config.checkpoint_async = False\nassert config.checkpoint_async is False\n"
     )
-    done = subprocess.run([interpreter(), str(script)], capture_output=True, text=True, timeout=60, check=True)
-    for line, key in ((2, "platform"), (3, "checkpoint_interval"), (5, "checkpoint_async"), (6, "checkpoint_async")):
+    done = subprocess.run(
+        [interpreter(), str(script)], capture_output=True, text=True, timeout=60, check=True
+    )
+    for line, key in (
+        (2, "platform"),
+        (3, "checkpoint_interval"),
+        (5, "checkpoint_async"),
+        (6, "checkpoint_async"),
+    ):
         assert f"script.py:{line}: DeprecationWarning: '{key}' is an older key" in done.stderr
 
 
@@ -374,7 +433,9 @@ def test_passed_value_wins_over_a_declared_one() -> None:
     assert (config.width, config.rate, config.epochs, config.arch.width) == (64, 0.1, 7, 8)
     assert (config.checkpoint.interval, config.checkpoint.dir_name) == (2, "checkpoints")
     assert config.model == {"dropout": 0.1, "layers": 4} and isinstance(config.arch, ModelConfig)
-    config = MyConfig({"model.dropout": 0.5, "checkpoint": {"keep_latest_k": 3}}, width=32, arch={"depth": 9})
+    config = MyConfig(
+        {"model.dropout": 0.5, "checkpoint": {"keep_latest_k": 3}}, width=32, arch={"depth": 9}
+    )
     assert config.model == {"dropout": 0.5, "layers": 4}
     assert (config.width, config.arch.depth, config.arch.width) == (32, 9, 8)
     assert (config.checkpoint.keep_latest_k, config.checkpoint.interval) == (3, 2)
@@ -424,24 +485,64 @@ def test_words_of_a_command_line() -> None:
         "--data.flag --data.sizes [1,2] --train_splits a b --checkpoint.interval=7 --scheduler.interval epoch --min_delta -0 "
         "--checkpoint.exclude_from_loading optimizer --fsdp.reshard_after_forward 4 --parallel.axes.shard -1 --max_time 1:00:00"
     )
-    config = RunnerConfig().parse([{"{}": '{"keep_latest_k": 2}'}.get(word, word) for word in words.split()])
-    assert (config.steps, config.patience, config.tensorboard, config.deterministic) == (1000, float("inf"), True, True)
-    assert (config.log, config.seed, config.accum_steps, config.train_splits) == (False, None, 4, ["a", "b"])
+    config = RunnerConfig().parse(
+        [{"{}": '{"keep_latest_k": 2}'}.get(word, word) for word in words.split()]
+    )
+    assert (config.steps, config.patience, config.tensorboard, config.deterministic) == (
+        1000,
+        float("inf"),
+        True,
+        True,
+    )
+    assert (config.log, config.seed, config.accum_steps, config.train_splits) == (
+        False,
+        None,
+        4,
+        ["a", "b"],
+    )
     assert config.optim == {"lr": 1e-3, "betas": [0.9, 0.99]}
-    assert config.dataloader == {"num_workers": 2, "train": {"batch_size": 4}, "val": {"drop_last": False}}
-    assert (config.data.path, config.model.width, config.data.flag, config.data.sizes) == ("/x", 3, True, [1, 2])
-    assert (config.checkpoint.verify, config.checkpoint.interval, config.precision) == ("none", 7, "bf16")
-    assert config.checkpoint.exclude_from_loading == ["optimizer"] and config.checkpoint.keep_latest_k == 2
-    assert (config.fsdp.reshard_after_forward, config.parallel.axes.shard, config.max_time_seconds()) == (4, -1, 3600)
+    assert config.dataloader == {
+        "num_workers": 2,
+        "train": {"batch_size": 4},
+        "val": {"drop_last": False},
+    }
+    assert (config.data.path, config.model.width, config.data.flag, config.data.sizes) == (
+        "/x",
+        3,
+        True,
+        [1, 2],
+    )
+    assert (config.checkpoint.verify, config.checkpoint.interval, config.precision) == (
+        "none",
+        7,
+        "bf16",
+    )
+    assert (
+        config.checkpoint.exclude_from_loading == ["optimizer"]
+        and config.checkpoint.keep_latest_k == 2
+    )
+    assert (
+        config.fsdp.reshard_after_forward,
+        config.parallel.axes.shard,
+        config.max_time_seconds(),
+    ) == (4, -1, 3600)
 
 
 def test_words_for_the_keys_of_a_class() -> None:
-    words = (
-        "--width 32 --rate 1 --activation GELU --root /tmp --betas 0.8 0.9 --model.layers 6 --arch.depth 5 --needed 3"
-    )
+    words = "--width 32 --rate 1 --activation GELU --root /tmp --betas 0.8 0.9 --model.layers 6 --arch.depth 5 --needed 3"
     config = MyConfig().parse(words.split())
-    assert (config.width, config.rate, config.activation, config.root) == (32, 1.0, "gelu", Path("/tmp"))
-    assert (config.betas, config.model.layers, config.arch.depth, config.needed) == ((0.8, 0.9), 6, 5, 3)
+    assert (config.width, config.rate, config.activation, config.root) == (
+        32,
+        1.0,
+        "gelu",
+        Path("/tmp"),
+    )
+    assert (config.betas, config.model.layers, config.arch.depth, config.needed) == (
+        (0.8, 0.9),
+        6,
+        5,
+        3,
+    )
 
 
 @pytest.mark.parametrize(
@@ -456,7 +557,9 @@ def test_words_for_the_keys_of_a_class() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_own_list_of_numbers_is_divided_at_commas(words: list[str], expected: Any, kind: type) -> None:
+def test_own_list_of_numbers_is_divided_at_commas(
+    words: list[str], expected: Any, kind: type
+) -> None:
     config = RunnerConfig()
     config.model = {"widths": kind([64, 32]), "names": kind(["a"])}
     if expected is TypeError:
@@ -471,7 +574,9 @@ def test_own_list_of_numbers_is_divided_at_commas(words: list[str], expected: An
 def test_lists_groups_of_digits_and_quotation_marks() -> None:
     for words in (["[0.9, 0.99]"], ["[0.9,", "0.99]"], ["0.9", "0.99"], ["(0.9, 0.99)"]):
         assert RunnerConfig().parse(["--optim.betas", *words]).optim.betas == [0.9, 0.99]
-    config = RunnerConfig({"data": {"size": 1}}).parse(["--steps", "100_000", "--data.size", "1_0", "--name", '"a"'])
+    config = RunnerConfig({"data": {"size": 1}}).parse(
+        ["--steps", "100_000", "--data.size", "1_0", "--name", '"a"']
+    )
     assert (config.steps, config.data.size, config.name) == (100_000, 10, '"a"')
 
 
@@ -500,9 +605,15 @@ def test_undeclared_keys_by_their_value() -> None:
 
 MISTAKES = {
     "--steps many": (TypeError, "Expected --steps to be an integer or none. Received: many"),
-    "--tensorboard perhaps": (TypeError, "Expected --tensorboard to be true or false. Received: perhaps"),
+    "--tensorboard perhaps": (
+        TypeError,
+        "Expected --tensorboard to be true or false. Received: perhaps",
+    ),
     "--optim.lr fast": (TypeError, "Expected --optim.lr to be a number. Received: fast"),
-    "--dataloader.train.batch_size big": (TypeError, "Expected --dataloader.train.batch_size to be an integer"),
+    "--dataloader.train.batch_size big": (
+        TypeError,
+        "Expected --dataloader.train.batch_size to be an integer",
+    ),
     "--seed 1 -steps 5": (ValueError, "Did you mean '--steps'"),
     "--accum-stps 3": (ValueError, "Did you mean 'accum_steps'"),
 }
@@ -526,7 +637,11 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--width " in short and "--model.layers " in short and "--epochs " in short
     assert "\n  checkpoint: Checkpoint policy.\n" in short and "--checkpoint.interval " not in short
     assert len(short.splitlines()) < 160
-    assert "--checkpoint.interval " in section and "--width " not in section and "--optim.lr  (" not in section
+    assert (
+        "--checkpoint.interval " in section
+        and "--width " not in section
+        and "--optim.lr  (" not in section
+    )
     assert "--checkpoint.interval " in two and "--optim.lr  (" in two
     assert all(f"--{key} " in text for key in DEFAULTS)
     for line in (
@@ -544,7 +659,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_after_parse_absent_names_are_errors_and_references_are_filled_in() -> None:
-    config = RunnerConfig({"net.width": 8, "net.name": "w${net.width}", "optim.lr": "${net.width}"}).parse([])
+    config = RunnerConfig(
+        {"net.width": 8, "net.name": "w${net.width}", "optim.lr": "${net.width}"}
+    ).parse([])
     assert (config.net.name, config.optim.lr) == ("w8", 8.0)
     with pytest.raises(AttributeError):
         config.model  # noqa: B018
@@ -560,11 +677,18 @@ def test_after_parse_absent_names_are_errors_and_references_are_filled_in() -> N
 
 
 def test_files_come_before_single_keys(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("steps: 5\noptim: {lr: 1e-3, type: sgd}\nscheduler:\n  total: ${steps}\n")
+    (tmp_path / "a.yaml").write_text(
+        "steps: 5\noptim: {lr: 1e-3, type: sgd}\nscheduler:\n  total: ${steps}\n"
+    )
     (tmp_path / "b.json").write_text('{"optim": {"lr": 0.5}}')
     files = [str(tmp_path / "a.yaml"), str(tmp_path / "b.json")]
     config = RunnerConfig(seed=4).parse(["--steps", "9", "--config", *files])
-    assert (config.steps, config.optim.lr, config.optim.type, config.scheduler.total) == (9, 0.5, "sgd", 9)
+    assert (config.steps, config.optim.lr, config.optim.type, config.scheduler.total) == (
+        9,
+        0.5,
+        "sgd",
+        9,
+    )
     assert config.seed == 4  # what a file does not name stays
 
 
@@ -575,11 +699,23 @@ def test_files_come_before_single_keys(tmp_path: Path) -> None:
         ("bad.json", "{", ValueError, "Expected JSON"),
         ("bad.txt", "", ValueError, r"ends in \.yaml"),
         ("gone.yaml", None, FileNotFoundError, "does not exist"),
-        ("slip.yaml", "checkpoint: {intervall: 9}\n", ValueError, r"Did you mean 'interval'\? It is in .*slip.yaml"),
-        ("many.yaml", "steps: many\n", TypeError, r"Received: steps='many' \(str\)\. It is in .*many.yaml"),
+        (
+            "slip.yaml",
+            "checkpoint: {intervall: 9}\n",
+            ValueError,
+            r"Did you mean 'interval'\? It is in .*slip.yaml",
+        ),
+        (
+            "many.yaml",
+            "steps: many\n",
+            TypeError,
+            r"Received: steps='many' \(str\)\. It is in .*many.yaml",
+        ),
     ],
 )
-def test_bad_files(name: str, text: str | None, error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_bad_files(
+    name: str, text: str | None, error: type[Exception], message: str, tmp_path: Path
+) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(error, match=message):
@@ -623,7 +759,11 @@ class WidthConfig(RunnerConfig):
 def test_a_class_with_arguments_of_its_own_is_read_from_files(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("{epochs: 3, width: 9}")
-    read = [WidthConfig.from_file(path), WidthConfig.load(path), WidthConfig.from_dict({"epochs": 3, "width": 9})]
+    read = [
+        WidthConfig.from_file(path),
+        WidthConfig.load(path),
+        WidthConfig.from_dict({"epochs": 3, "width": 9}),
+    ]
     with path.open() as stream:
         read.append(WidthConfig.load(stream, method="yaml"))
     assert [(config.epochs, config.width) for config in read] == [(3, 9)] * 4
@@ -631,7 +771,9 @@ def test_a_class_with_arguments_of_its_own_is_read_from_files(tmp_path: Path) ->
 
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "json"])
 def test_round_trip_in_standard_files(tmp_path: Path, suffix: str) -> None:
-    config = MyConfig({"dataloader.train.batch_size": 3, "compile.options": {"a.b": 1}}, seed=3, rate=1e-9)
+    config = MyConfig(
+        {"dataloader.train.batch_size": 3, "compile.options": {"a.b": 1}}, seed=3, rate=1e-9
+    )
     path = tmp_path / f"c.{suffix}"
     config.save(path)
     again = MyConfig.load(path)
@@ -659,7 +801,13 @@ def test_round_trip_in_standard_files(tmp_path: Path, suffix: str) -> None:
     ],
 )
 def test_copies_share_nothing(duplicate: Any) -> None:
-    config = MyConfig({"optim.param_groups": [{"pattern": "a"}], "compile.options": {"a": 1}, "mine": [{"a": [1]}]})
+    config = MyConfig(
+        {
+            "optim.param_groups": [{"pattern": "a"}],
+            "compile.options": {"a": 1},
+            "mine": [{"a": [1]}],
+        }
+    )
     config.model.layers = 7
     twin = duplicate(config)
     assert type(twin) is MyConfig and twin == config
@@ -711,7 +859,11 @@ pretrained: p, accelerate.mixed_precision: fp8}
 @pytest.mark.parametrize("key", [*NOT_SEMANTIC, *SEMANTIC])
 def test_only_settings_of_the_result_change_the_id(key: str) -> None:
     usual, config = RunnerConfig(), RunnerConfig({key: {**NOT_SEMANTIC, **SEMANTIC}[key]})
-    assert (config.config_id() != usual.config_id()) == (hash(config) != hash(usual)) == (key in SEMANTIC)
+    assert (
+        (config.config_id() != usual.config_id())
+        == (hash(config) != hash(usual))
+        == (key in SEMANTIC)
+    )
     if key in NOT_SEMANTIC:
         assert config.differences(usual.plain()) == []
 
@@ -720,7 +872,12 @@ def test_copy_of_a_config_set_apart_has_its_id() -> None:
     config = RunnerConfig({"epochs": 1})
     usual = config.config_id()
     config.set_apart("produce")
-    copies = [copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), config | {"epochs": 2}]
+    copies = [
+        copy.copy(config),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        config | {"epochs": 2},
+    ]
     assert {twin.config_id() for twin in copies} == {config.config_id()} != {usual}
 
 
@@ -740,18 +897,32 @@ def test_the_id_is_the_same_in_every_process(capsys: pytest.CaptureFixture[str])
     )
     # Strings hash otherwise there than here.
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
-    there = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": seed,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    there = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
     exec(script, {})
     assert there.stdout == capsys.readouterr().out
 
 
 def test_completed_stored_configuration_leaves_the_defaults_alone() -> None:
-    whole = RunnerConfig.completed({"optim": {"lr": 5.0}, "checkpoint": {"interval": 7}, "mine": [1]})
-    assert (whole["checkpoint"]["interval"], whole["checkpoint"]["dir_name"], whole["mine"]) == (7, "checkpoints", [1])
+    whole = RunnerConfig.completed(
+        {"optim": {"lr": 5.0}, "checkpoint": {"interval": 7}, "mine": [1]}
+    )
+    assert (whole["checkpoint"]["interval"], whole["checkpoint"]["dir_name"], whole["mine"]) == (
+        7,
+        "checkpoints",
+        [1],
+    )
     whole["checkpoint"]["keep_latest_k"] = 99
     assert RunnerConfig.completed({}) == RunnerConfig().plain() != whole
-    assert RunnerConfig().changed() == {} and RunnerConfig(**{"optim.lr": 5.0}).changed() == {"optim": {"lr": 5.0}}
+    assert RunnerConfig().changed() == {} and RunnerConfig(**{"optim.lr": 5.0}).changed() == {
+        "optim": {"lr": 5.0}
+    }
 
 
 SIZED = {"dataloader.batch_size": 8, "accum_steps": 1}
@@ -781,7 +952,11 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ],
     ),
     "a split that is not trained on": (NAMED, {**NAMED, "dataloader.batch_size": 64}, []),
-    "accumulation of own loaders": ({"accum_steps": 2}, {"accum_steps": 3}, ["accum_steps: stored 2, now 3"]),
+    "accumulation of own loaders": (
+        {"accum_steps": 2},
+        {"accum_steps": 3},
+        ["accum_steps: stored 2, now 3"],
+    ),
     "pretrained": ({"pretrained": "x"}, {}, []),
 }
 
@@ -797,12 +972,20 @@ def test_differences(case: str) -> None:
     assert RunnerConfig(now).differences(stored) == lines
 
 
-@pytest.mark.parametrize(("key", "other"), [("ema.buffers", "average"), ("pretrained_averages", False)])
-def test_later_key_changes_the_id_only_with_a_value_other_than_its_default(key: str, other: object) -> None:
+@pytest.mark.parametrize(
+    ("key", "other"), [("ema.buffers", "average"), ("pretrained_averages", False)]
+)
+def test_later_key_changes_the_id_only_with_a_value_other_than_its_default(
+    key: str, other: object
+) -> None:
     section, _, name = key.rpartition(".")
     stored = RunnerConfig().plain()
     del (stored[section] if section else stored)[name]
-    assert digest(canonical(stored)) == RunnerConfig().config_id() != RunnerConfig({key: other}).config_id()
+    assert (
+        digest(canonical(stored))
+        == RunnerConfig().config_id()
+        != RunnerConfig({key: other}).config_id()
+    )
     assert RunnerConfig().differences(stored) == []
     assert len(RunnerConfig({key: other}).differences(stored)) == (key not in RESUMABLE)
 
@@ -836,7 +1019,9 @@ def test_update_is_the_same_in_every_notation() -> None:
     ids = {RunnerConfig(settings).config_id(replicas=replicas) for settings, replicas in ways}
     assert len(ids) == 1
     for settings, replicas in ways:
-        assert RunnerConfig(settings).differences(stored, stored_replicas=2, replicas=replicas) == []
+        assert (
+            RunnerConfig(settings).differences(stored, stored_replicas=2, replicas=replicas) == []
+        )
     other = RunnerConfig({"dataloader.global_batch_size": 25})
     assert other.config_id() not in ids
     assert other.differences(stored) == [
@@ -847,7 +1032,13 @@ def test_update_is_the_same_in_every_notation() -> None:
 
 # Runs that continue from a stored configuration
 
-STORED = {"steps": 10, "lineage": "stored", "width": 8, "wandb": {"api_key": "theirs"}, "mine": {"depth": 2}}
+STORED = {
+    "steps": 10,
+    "lineage": "stored",
+    "width": 8,
+    "wandb": {"api_key": "theirs"},
+    "mine": {"depth": 2},
+}
 
 
 class Own(RunnerConfig):
@@ -861,9 +1052,15 @@ def test_given_values_go_over_stored_ones() -> None:
     given = Own({"lineage": "given"})
     config = continued(STORED, given, RunnerConfig)
     # A configuration gives its class, whose defaults count among what it changes.
-    assert isinstance(config, Own) and (config.steps, config.lineage, config.width) == (10, "given", 4)
+    assert isinstance(config, Own) and (config.steps, config.lineage, config.width) == (
+        10,
+        "given",
+        4,
+    )
     assert given.steps is None
-    assert "theirs" not in str(continued({**STORED, "token": "theirs"}, {"other": 4}, RunnerConfig).plain())
+    assert "theirs" not in str(
+        continued({**STORED, "token": "theirs"}, {"other": 4}, RunnerConfig).plain()
+    )
 
 
 # Settings without effect
@@ -872,7 +1069,12 @@ def test_given_values_go_over_stored_ones() -> None:
 _GROUP = "checkpoint.dedicated_async_process_group"
 # Settings of a backend go by the backend and not by the stack.
 IDLE: dict[str, list[dict[str, Any]]] = {
-    "ddp": [{"parallel.axes.shard": 2}, {"fsdp.enabled": True}, {"accelerate.use_cpu": True}, {_GROUP: False}],
+    "ddp": [
+        {"parallel.axes.shard": 2},
+        {"fsdp.enabled": True},
+        {"accelerate.use_cpu": True},
+        {_GROUP: False},
+    ],
     "accelerate": [{"fsdp.enabled": True}],
     "parallel": [
         {"deepspeed.zero_optimization.stage": 2},
@@ -890,20 +1092,33 @@ READ: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("settings", "stack", "idle"),
-    [(each, stack, table is IDLE) for table in (IDLE, READ) for stack, rows in table.items() for each in rows],
+    [
+        (each, stack, table is IDLE)
+        for table in (IDLE, READ)
+        for stack, rows in table.items()
+        for each in rows
+    ],
 )
-def test_settings_without_effect_on_a_stack_are_named(settings: dict[str, Any], stack: str, idle: bool) -> None:
+def test_settings_without_effect_on_a_stack_are_named(
+    settings: dict[str, Any], stack: str, idle: bool
+) -> None:
     key = next(iter(settings))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert RunnerConfig(settings).warn_of_idle_settings(stack) == ([key] if idle else [])
-    assert [f"no effect on the stack '{stack}': {key}" in str(one.message) for one in said] == [True] * idle
+    assert [f"no effect on the stack '{stack}': {key}" in str(one.message) for one in said] == [
+        True
+    ] * idle
 
 
 def test_one_module_imports_chanfig_and_none_torch_when_it_is_imported() -> None:
     package = Path(danling.__file__).parent
     sources = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
-    chanfig_from = [name for name, text in sources.items() if re.search(r"^\s*(from|import) chanfig", text, re.M)]
+    chanfig_from = [
+        name
+        for name, text in sources.items()
+        if re.search(r"^\s*(from|import) chanfig", text, re.M)
+    ]
     assert chanfig_from == ["config/sections.py"]
     own = [text for name, text in sources.items() if name.startswith("config/")]
     assert not any(re.search(r"^\s*(import|from) torch\b", text, re.M) for text in own)

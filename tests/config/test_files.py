@@ -16,13 +16,19 @@ import danling as dl
 TWICE = {
     "top.yaml": ("epochs: 1\nseed: 3\nepochs: 2\n", "'epochs' twice, in lines 1 and 3"),
     "section.yaml": ("optim:\n  lr: 1\n  type: sgd\n  lr: 2\n", "'lr' twice, in lines 2 and 4"),
-    "in_a_list.yml": ("optim:\n  param_groups:\n  - pattern: a\n    pattern: b\n", "'pattern' twice, in lines 3 and 4"),
+    "in_a_list.yml": (
+        "optim:\n  param_groups:\n  - pattern: a\n    pattern: b\n",
+        "'pattern' twice, in lines 3 and 4",
+    ),
     "own.yaml": ("model: {width: 1, depth: 2, width: 3}\n", "'width' twice, in line 1"),
     "numbers.yaml": ("model:\n  3: a\n  3: b\n", "'3' twice, in lines 2 and 3"),
     "anchor.yaml": ("model: &a\n  w: 1\n  w: 2\nother: *a\n", "'w' twice, in lines 2 and 3"),
     "plain.json": ('{\n\t"epochs": 1,\n\t"epochs": 2\n}', "'epochs' twice, in lines 2 and 3"),
     "section.json": ('{"optim": {"lr": 1,\n "lr": 2}}', "'lr' twice, in lines 1 and 2"),
-    "dotted.yaml": ("optim.lr: 1\noptim:\n  lr: 2\n", "'optim.lr' twice, written as 'optim.lr' and as 'optim > lr'"),
+    "dotted.yaml": (
+        "optim.lr: 1\noptim:\n  lr: 2\n",
+        "'optim.lr' twice, written as 'optim.lr' and as 'optim > lr'",
+    ),
     "dotted.json": ('{"optim.lr": 1, "optim": {"lr": 2}}', "'optim.lr' twice, written as"),
 }
 
@@ -42,7 +48,9 @@ def include(path: Path) -> Any:
 
 @pytest.mark.parametrize("reader", [read, parse, dl.RunnerConfig.from_file, include])
 @pytest.mark.parametrize("name", TWICE)
-def test_a_key_twice_is_refused_with_its_lines(name: str, reader: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_a_key_twice_is_refused_with_its_lines(
+    name: str, reader: Callable[[Path], Any], tmp_path: Path
+) -> None:
     text, expected = TWICE[name]
     path = tmp_path / name
     path.write_text(text)
@@ -72,7 +80,22 @@ def test_overriding_and_merged_keys_are_read(text: str, tmp_path: Path) -> None:
     assert dl.RunnerConfig(str(path)).optim.lr == 2
 
 
-TEXTS = ["1e-3", "1E5", ".5e3", "-2e-3", "0x10", "010", "1_000", "yes", "null", "1:30", "2020-01-01", "", "1.0", ".inf"]
+TEXTS = [
+    "1e-3",
+    "1E5",
+    ".5e3",
+    "-2e-3",
+    "0x10",
+    "010",
+    "1_000",
+    "yes",
+    "null",
+    "1:30",
+    "2020-01-01",
+    "",
+    "1.0",
+    ".inf",
+]
 
 
 def typed(value: object) -> object:
@@ -93,7 +116,9 @@ def check_round_trip(config: Any, path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "json"])
 def test_text_comes_back_as_text(suffix: str, tmp_path: Path) -> None:
-    config = dl.RunnerConfig({"own": {"texts": TEXTS, **{f"key{i}": text for i, text in enumerate(TEXTS)}}, "seed": 1})
+    config = dl.RunnerConfig(
+        {"own": {"texts": TEXTS, **{f"key{i}": text for i, text in enumerate(TEXTS)}}, "seed": 1}
+    )
     check_round_trip(config, tmp_path / f"c.{suffix}")
 
 
@@ -106,7 +131,10 @@ def test_numeric_keys_and_infinities_come_back(tmp_path: Path) -> None:
 
 
 def test_id_with_numeric_keys_equals_the_id_with_text_keys() -> None:
-    numbered, text = dl.RunnerConfig({"own": {3: {"a": 1}}}), dl.RunnerConfig({"own": {"3": {"a": 1}}})
+    numbered, text = (
+        dl.RunnerConfig({"own": {3: {"a": 1}}}),
+        dl.RunnerConfig({"own": {"3": {"a": 1}}}),
+    )
     assert numbered.config_id() == text.config_id() and not numbered.differences(text.plain())
 
 
@@ -118,7 +146,9 @@ def test_id_with_numeric_keys_equals_the_id_with_text_keys() -> None:
         ({"deep": [{4: 1}]}, r"key 4 of own\.deep"),
     ],
 )
-def test_value_without_a_json_form_is_refused_and_leaves_the_file(own: Any, message: str, tmp_path: Path) -> None:
+def test_value_without_a_json_form_is_refused_and_leaves_the_file(
+    own: Any, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "c.json"
     path.write_text("before")
     with pytest.raises(ValueError, match=f"{message}.*Save the configuration as YAML"):
@@ -139,4 +169,6 @@ def continue_with_keys(root: str, stack: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("stack", ["ddp", "parallel"])
 def test_a_resumed_run_has_the_keys_and_texts_of_the_first(stack: str, tmp_path: Path) -> None:
-    assert run_processes(continue_with_keys, str(tmp_path), stack, world_size=1) == [("cat", "1e-3")]
+    assert run_processes(continue_with_keys, str(tmp_path), stack, world_size=1) == [
+        ("cat", "1e-3")
+    ]

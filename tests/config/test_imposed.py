@@ -23,7 +23,9 @@ from danling.config.inputs import VARIABLE, end_after, impose
         ('{"checkpoint.intervall": 2}', "Did you mean 'interval'"),
     ],
 )
-def test_impossible_imposed_settings_are_refused(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_imposed_settings_are_refused(
+    text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ValueError, match=message):
         impose(dl.RunnerConfig())
@@ -34,7 +36,9 @@ def test_a_run_takes_them_above_its_own(
 ) -> None:
     given = dl.RunnerConfig(seed=1, steps=9, workspace_root=str(tmp_path / "own"))
     given.checkpoint.interval = 5
-    monkeypatch.setenv(VARIABLE, json.dumps({"dir": str(tmp_path / "scratch"), "checkpoint.interval": 2}))
+    monkeypatch.setenv(
+        VARIABLE, json.dumps({"dir": str(tmp_path / "scratch"), "checkpoint.interval": 2})
+    )
     # Other tests of a session may have opened logs of runs, which keep what they say to themselves.
     logger = logging.getLogger("danling")
     logger.addHandler(caplog.handler)
@@ -44,7 +48,9 @@ def test_a_run_takes_them_above_its_own(
     finally:
         logger.removeHandler(caplog.handler)
     with TracingRunner(given) as runner:
-        assert runner.workspace.dir == tmp_path / "scratch" and runner.config.checkpoint.interval == 2
+        assert (
+            runner.workspace.dir == tmp_path / "scratch" and runner.config.checkpoint.interval == 2
+        )
         assert runner.config.steps == 9
     assert given.checkpoint.interval == 5 and not (tmp_path / "own").exists()
     assert "DANLING_SETTINGS sets dir, checkpoint.interval in the place of" in caplog.text

@@ -18,7 +18,11 @@ import danling as dl
 GIVEN: dict[str, Any] = {
     "steps": 2,
     "own": {"width": 3},
-    "optim": {"type": "sgd", "lr": 0.1, "param_groups": [{"pattern": "bias", "lr_multiplier": 2.0}]},
+    "optim": {
+        "type": "sgd",
+        "lr": 0.1,
+        "param_groups": [{"pattern": "bias", "lr_multiplier": 2.0}],
+    },
 }
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -31,7 +35,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "optim.momentum=0.9": lambda config: config.optim.setdefault("momentum", 0.9),
     "dataloader.val.batch_size=2": lambda config: config.set("dataloader.val.batch_size", 2),
     "dataloader.test={}": lambda config: config.dataloader.setdefault("test", {}),
-    "optim.param_groups.lr_multiplier=9": lambda config: setattr(config.optim.param_groups[0], "lr_multiplier", 9),
+    "optim.param_groups.lr_multiplier=9": lambda config: setattr(
+        config.optim.param_groups[0], "lr_multiplier", 9
+    ),
     "checkpoint.keep_latest_k=2": lambda config: setattr(config.checkpoint, "keep_latest_k", 2),
     "the removal of optim.lr": lambda config: config.optim.pop("lr"),
     "the removal of scheduler": lambda config: config.__delitem__("scheduler"),
@@ -68,21 +74,37 @@ def test_a_kept_configuration_does_not_keep_the_model_of_its_runner(tmp_path: Pa
 def test_live_keys_and_own_sections_may_be_changed(tmp_path: Path) -> None:
     with Line(settings(tmp_path, **GIVEN)) as runner:
         config = runner.config
-        config.patience, config.log_interval, config.checkpoint.interval, config.profiling.enabled = 3, 1, 1, False
+        (
+            config.patience,
+            config.log_interval,
+            config.checkpoint.interval,
+            config.profiling.enabled,
+        ) = 3, 1, 1, False
         config.own.width, config.mine = 4, {"depth": 2}
         config.set("more.of.it", 1)
         del config.own.width
         runner.train()
         stored = runner.read_checkpoint("latest")["runner"]
-        assert (stored["checkpoint"]["interval"], stored["mine"], stored["own"]) == (1, {"depth": 2}, {})
+        assert (stored["checkpoint"]["interval"], stored["mine"], stored["own"]) == (
+            1,
+            {"depth": 2},
+            {},
+        )
         assert (tmp_path / "checkpoints" / "ckpt-s000000000001.pth").exists()
 
 
 @pytest.mark.parametrize(
     "copied",
-    [copy.deepcopy, copy.copy, lambda config: pickle.loads(pickle.dumps(config)), lambda config: config.clone()],
+    [
+        copy.deepcopy,
+        copy.copy,
+        lambda config: pickle.loads(pickle.dumps(config)),
+        lambda config: config.clone(),
+    ],
 )
-def test_copy_of_a_locked_configuration_may_be_changed(copied: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_copy_of_a_locked_configuration_may_be_changed(
+    copied: Callable[[Any], Any], tmp_path: Path
+) -> None:
     with Line(settings(tmp_path / "first", **GIVEN)) as runner:
         other = copied(runner.config)
         assert type(other) is type(runner.config) and other == runner.config
@@ -103,8 +125,14 @@ def test_a_frozen_configuration_is_copied_and_stays_frozen(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda runner: runner.config.optim.param_groups.append({"pattern": "x"}), r"optim\.param_groups=\["),
-        (lambda runner: setattr(runner, "config", copy.deepcopy(runner.config)), "another one in `runner.config`"),
+        (
+            lambda runner: runner.config.optim.param_groups.append({"pattern": "x"}),
+            r"optim\.param_groups=\[",
+        ),
+        (
+            lambda runner: setattr(runner, "config", copy.deepcopy(runner.config)),
+            "another one in `runner.config`",
+        ),
     ],
 )
 def test_changes_behind_the_lock_are_refused_when_training_begins(
@@ -116,7 +144,9 @@ def test_changes_behind_the_lock_are_refused_when_training_begins(
             runner.train()
 
 
-@pytest.mark.parametrize("key", ["seed", "deterministic", "backend", "ft", "parallel", "parallel.axes.shard"])
+@pytest.mark.parametrize(
+    "key", ["seed", "deterministic", "backend", "ft", "parallel", "parallel.axes.shard"]
+)
 def test_change_in_init_of_a_key_read_by_construction_is_refused(key: str, tmp_path: Path) -> None:
     class Late(Line):
         def __init__(self, config: Any) -> None:

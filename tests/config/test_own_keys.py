@@ -71,7 +71,9 @@ def test_undeclared_name_is_refused_with_its_place(name: str, place: str, tmp_pa
 
 
 def test_other_names_are_refused_with_the_nearest_and_the_mend() -> None:
-    with pytest.raises(ValueError, match=r"--width 3, which neither.*For your own key, declare it in a class"):
+    with pytest.raises(
+        ValueError, match=r"--width 3, which neither.*For your own key, declare it in a class"
+    ):
         dl.RunnerConfig().parse(["--width", "3"])
     with pytest.raises(ValueError, match="Use torchrun --nproc-per-node N"):
         dl.RunnerConfig().parse(["--gpus", "2"])
@@ -91,13 +93,25 @@ def test_declared_keys_belong_to_the_program(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("depth: 7\nwidth: 5\nlr: 0.2\nmodel:\n  layers: 2\noptimizer:\n  kind: y\n")
     read = Declared(file)
-    assert (read.depth, read.width, read.lr, read.model.layers, read.optimizer.kind) == (7, 5, 0.2, 2, "y")
-    parsed = Declared().parse(["--width", "4", "--depth", "5", "--lr", "0.4", "--net.kind", "b", "--net.size", "3"])
+    assert (read.depth, read.width, read.lr, read.model.layers, read.optimizer.kind) == (
+        7,
+        5,
+        0.2,
+        2,
+        "y",
+    )
+    parsed = Declared().parse(
+        ["--width", "4", "--depth", "5", "--lr", "0.4", "--net.kind", "b", "--net.size", "3"]
+    )
     assert (parsed.width, parsed.depth, parsed.lr, parsed.net.kind) == (4, 5, 0.4, "b")
     before = dl.RunnerConfig()
     before.rate = 0.1
     assert before.parse(["--rate", "0.2"]).rate == 0.2
-    assert (Declared({"depth": 9, "lr": 0.5}).depth, Declared(lr=0.3).lr, Declared().lr) == (9, 0.3, 0.1)
+    assert (Declared({"depth": 9, "lr": 0.5}).depth, Declared(lr=0.3).lr, Declared().lr) == (
+        9,
+        0.3,
+        0.1,
+    )
 
 
 class Rate(dl.RunnerConfig):
@@ -132,11 +146,18 @@ def test_a_dotted_option_of_a_parser_reaches_into_its_section() -> None:
 def test_names_declared_by_a_class_or_a_parser_belong_to_the_program() -> None:
     assert Rate().parse(["--lr", "0.2"]).lr == 0.2
     parsed = dl.RunnerConfig(Namespace(lr=0.5))
-    for config in (parsed, copy.deepcopy(parsed), pickle.loads(pickle.dumps(parsed)), dl.RunnerConfig(parsed)):
+    for config in (
+        parsed,
+        copy.deepcopy(parsed),
+        pickle.loads(pickle.dumps(parsed)),
+        dl.RunnerConfig(parsed),
+    ):
         assert config.lr == 0.5
         config.lr = 0.25
         assert config.lr == 0.25
-    assert continued({"lr": 0.5}, None, dl.RunnerConfig).lr == 0.5, "a run that goes on keeps its keys"
+    assert continued({"lr": 0.5}, None, dl.RunnerConfig).lr == 0.5, (
+        "a run that goes on keeps its keys"
+    )
     assert continued({"lr": 0.5}, dl.RunnerConfig(seed=1), dl.RunnerConfig).lr == 0.5
 
 
@@ -148,7 +169,9 @@ def test_other_names_in_code_are_the_users() -> None:
 
 
 def test_a_decimal_with_leading_zeros_is_a_number_and_a_word_is_none() -> None:
-    config = dl.RunnerConfig().parse(["--model.rate", "00.5", "--model.code", "05", "--model.name", "infinity"])
+    config = dl.RunnerConfig().parse(
+        ["--model.rate", "00.5", "--model.code", "05", "--model.name", "infinity"]
+    )
     assert config.model == {"rate": 0.5, "code": "05", "name": "infinity"}
 
 
@@ -192,7 +215,8 @@ def test_a_declared_name_is_not_warned_of(recwarn: pytest.WarningsRecorder) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("configure_optimizers", "build_optimizer"), ("compute_metrics", "self.metrics")]
+    ("name", "meant"),
+    [("configure_optimizers", "build_optimizer"), ("compute_metrics", "self.metrics")],
 )
 def test_a_method_of_another_trainer_is_named_unless_the_program_may_call_it(
     name: str, meant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -211,7 +235,9 @@ def test_a_method_of_another_trainer_is_named_unless_the_program_may_call_it(
     for kind in (Called, Ignored):
         setattr(kind, name, lambda self: None)
         kind(settings(tmp_path / kind.__name__)).close()
-        assert (f"does not call the method {name!r}: did you mean `{meant}`?" in caplog.text) == (kind is Ignored)
+        assert (f"does not call the method {name!r}: did you mean `{meant}`?" in caplog.text) == (
+            kind is Ignored
+        )
 
 
 READS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -219,14 +245,19 @@ READS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "section": (lambda config: config.net.decoder.width, "no key 'decoder'"),
     "top": (lambda config: config.nett, "no key 'nett'. Did you mean 'net'?"),
     "set late": (lambda config: config.late.mixture.alhpa, "no key 'alhpa'. Did you mean 'alpha'?"),
-    "open": (lambda config: config.optim.momentun, "no key 'optim.momentun'. Did you mean 'momentum'?"),
+    "open": (
+        lambda config: config.optim.momentun,
+        "no key 'optim.momentun'. Did you mean 'momentum'?",
+    ),
     "split": (lambda config: config.dataloader.val, "no key 'dataloader.val'"),
     "list": (lambda config: config.net.heads[0].wdith, "no key 'wdith'. Did you mean 'width'?"),
 }
 
 
 @pytest.mark.parametrize("place", READS)
-def test_an_absent_key_is_an_error_once_a_runner_has_the_configuration(place: str, tmp_path: Path) -> None:
+def test_an_absent_key_is_an_error_once_a_runner_has_the_configuration(
+    place: str, tmp_path: Path
+) -> None:
     read, message = READS[place]
     seen: list[str] = []
 
@@ -253,7 +284,11 @@ def test_optional_key_may_be_absent(tmp_path: Path) -> None:
     config.net.encoder.width = 3
     with Line(config) as runner:
         own = runner.config
-        assert own.net.get("depth") is None and own.get("net.depth", 4) == 4 and getattr(own.net, "depth", 5) == 5
+        assert (
+            own.net.get("depth") is None
+            and own.get("net.depth", 4) == 4
+            and getattr(own.net, "depth", 5) == 5
+        )
         assert not hasattr(own, "nothing") and "nothing" not in own
         own.set("new.section.key", 1)
         own.net.encoder.depth = 2
@@ -268,7 +303,11 @@ def test_optional_key_may_be_absent(tmp_path: Path) -> None:
 def test_how_samples_are_collated_is_named_where_no_setting_says_it(
     where: str, declared: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kind = type("Collating", (Line,), {"collate_fn": lambda self, samples: samples} if where == "method" else {})
+    kind = type(
+        "Collating",
+        (Line,),
+        {"collate_fn": lambda self, samples: samples} if where == "method" else {},
+    )
 
     def init(self: Any, config: Any) -> None:
         super(kind, self).__init__(config)
@@ -276,11 +315,15 @@ def test_how_samples_are_collated_is_named_where_no_setting_says_it(
             self.collate_fn = default_collate
         self.datasets["val"] = self.datasets["train"]
         if declared == "in a loader":
-            self.dataloaders["test"] = DataLoader(self.datasets["train"], collate_fn=self.collate_fn)
+            self.dataloaders["test"] = DataLoader(
+                self.datasets["train"], collate_fn=self.collate_fn
+            )
 
     kind.__init__ = init  # type: ignore[misc]
     more = (
-        {"dataloader": {"batch_size": 2, "val": {"collate_fn": default_collate}}} if declared == "in a setting" else {}
+        {"dataloader": {"batch_size": 2, "val": {"collate_fn": default_collate}}}
+        if declared == "in a setting"
+        else {}
     )
     kind(settings(tmp_path, **more)).close()
     assert ("did you mean `dataloader.collate_fn`" in caplog.text) == (not declared)

@@ -16,8 +16,12 @@ from danling.data.build import order_setting
 from danling.data.run_data import merge_settings
 
 
-def build(dataset: Any, settings: dict[str, Any] | None = None, *, train: bool = True, **others: Any) -> Any:
-    return build_dataloader(dataset, settings or {}, **{"split": "train", "train": train, "seed": 0, **others})
+def build(
+    dataset: Any, settings: dict[str, Any] | None = None, *, train: bool = True, **others: Any
+) -> Any:
+    return build_dataloader(
+        dataset, settings or {}, **{"split": "train", "train": train, "seed": 0, **others}
+    )
 
 
 def test_defaults_follow_the_split() -> None:
@@ -30,7 +34,9 @@ def test_defaults_follow_the_split() -> None:
     assert not train.pin_memory
     assert not build(dataset, device=torch.device("cuda")).pin_memory or torch.cuda.is_available()
     assert not build(dataset, {"pin_memory": False}, device=torch.device("cuda")).pin_memory
-    chosen = build(dataset, {"batch_size": 4, "shuffle": False, "drop_last": False, "generator": None})
+    chosen = build(
+        dataset, {"batch_size": 4, "shuffle": False, "drop_last": False, "generator": None}
+    )
     assert (chosen.order.shuffle, chosen.drop_last) == (False, False)
     assert build(dataset, {"shuffle": None}).order.shuffle is True
 
@@ -42,7 +48,13 @@ def test_loaders_are_returned_untouched() -> None:
 
 
 def test_a_split_without_workers_is_not_asked_about_them() -> None:
-    common = {"batch_size": 2, "num_workers": 2, "persistent_workers": True, "prefetch_factor": 4, "timeout": 5}
+    common = {
+        "batch_size": 2,
+        "num_workers": 2,
+        "persistent_workers": True,
+        "prefetch_factor": 4,
+        "timeout": 5,
+    }
     settings = merge_settings(common, {"num_workers": 0})
     assert settings == {"batch_size": 2, "num_workers": 0}
     assert len(list(build(range(4), settings))) == 2
@@ -59,7 +71,11 @@ class Unsized(list[int]):
     ("dataset", "settings", "message"),
     [
         (range(4), {"batch_size": 0}, r"positive integer\. Received: batch_size=0 \(int\)"),
-        (range(4), {"global_batch_size": "4"}, r"positive integer\. Received: global_batch_size='4' \(str\)"),
+        (
+            range(4),
+            {"global_batch_size": "4"},
+            r"positive integer\. Received: global_batch_size='4' \(str\)",
+        ),
         (
             range(4),
             {"global_batch_size": 4, "batch_size": 2},
@@ -70,7 +86,9 @@ class Unsized(list[int]):
         (Unsized(), {}, "split 'train' to be a map-style dataset"),
     ],
 )
-def test_bad_datasets_and_settings_are_refused(dataset: Any, settings: dict[str, Any], message: str) -> None:
+def test_bad_datasets_and_settings_are_refused(
+    dataset: Any, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as refused:
         build(dataset, settings)
     assert "NoneType" in str(refused.value.__cause__) or not isinstance(dataset, Unsized)
@@ -87,7 +105,10 @@ def test_bad_datasets_and_settings_are_refused(dataset: Any, settings: dict[str,
     ],
 )
 def test_contradictory_settings_name_the_split(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"Expected dataloader settings of split 'train' that go together\. Received"):
+    with pytest.raises(
+        ValueError,
+        match=r"Expected dataloader settings of split 'train' that go together\. Received",
+    ):
         build(range(4), settings)
 
 
@@ -123,7 +144,9 @@ class Singles(Lists):
         (iter([[0, 1]]), {}, "sampler"),
     ],
 )
-def test_a_batch_sampler_is_told_from_a_sampler(sampler: Any, settings: dict[str, Any], expected: str) -> None:
+def test_a_batch_sampler_is_told_from_a_sampler(
+    sampler: Any, settings: dict[str, Any], expected: str
+) -> None:
     assert list(order_setting(sampler, settings)) == [expected]
 
 
@@ -140,7 +163,10 @@ class Numbers(IterableDataset[int]):
 
 def test_default_convert_leaves_batches_lists() -> None:
     """As the collate_fn of a loader with batches, it is not replaced by what stacks them."""
-    assert list(build(Numbers(), {"batch_size": 2, "collate_fn": default_convert})) == [[0, 1], [2, 3]]
+    assert list(build(Numbers(), {"batch_size": 2, "collate_fn": default_convert})) == [
+        [0, 1],
+        [2, 3],
+    ]
     assert torch.equal(next(iter(build(Numbers(), {"batch_size": 2}))), torch.tensor([0, 1]))
     for loader, kept in (
         (TorchDataLoader(range(4), batch_size=2, collate_fn=default_convert), True),  # type: ignore[arg-type]

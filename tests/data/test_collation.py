@@ -33,7 +33,10 @@ Pair = namedtuple("Pair", ["x", "y"])
     ],
 )
 def test_batch_equals_the_one_of_torch(samples: list[Any]) -> None:
-    (found, of_found), (expected, of_expected) = tree_flatten(collate(samples)), tree_flatten(default_collate(samples))
+    (found, of_found), (expected, of_expected) = (
+        tree_flatten(collate(samples)),
+        tree_flatten(default_collate(samples)),
+    )
     assert of_found == of_expected
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
@@ -41,7 +44,13 @@ def test_batch_equals_the_one_of_torch(samples: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     "samples",
-    [[(1, 2), (1, 2, 3)], [(1, 2), 3], [(torch.rand(2),), (torch.rand(3),)], [(object(),), (object(),)], []],
+    [
+        [(1, 2), (1, 2, 3)],
+        [(1, 2), 3],
+        [(torch.rand(2),), (torch.rand(3),)],
+        [(object(),), (object(),)],
+        [],
+    ],
 )
 def test_mismatched_samples_raise_the_error_of_torch(samples: list[Any]) -> None:
     with pytest.raises(Exception) as expected:
@@ -52,6 +61,8 @@ def test_mismatched_samples_raise_the_error_of_torch(samples: list[Any]) -> None
 
 
 @pytest.mark.parametrize("kind", [tuple, object])
-def test_collate_function_added_for_tuples_is_called(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collate_function_added_for_tuples_is_called(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(default_collate_fn_map, kind, lambda samples, **_: len(samples))
     assert collate([(1, 2)] * 3) == 3

@@ -103,15 +103,21 @@ def warnings_of(directory: str, kind: str, split: str) -> list[str]:
         ("array", "dataset.rows['row']"),
     ],
 )
-def test_dataset_different_between_ranks_is_named_once(kind: str, where: str, split: str, tmp_path: Path) -> None:
+def test_dataset_different_between_ranks_is_named_once(
+    kind: str, where: str, split: str, tmp_path: Path
+) -> None:
     main, other = run_processes(warnings_of, str(tmp_path), kind, split, world_size=2)
     assert other == []
     assert (
-        len(main) == 1 and f"The dataset of split '{split}' is not the same on all ranks ({where} differs)" in main[0]
+        len(main) == 1
+        and f"The dataset of split '{split}' is not the same on all ranks ({where} differs)"
+        in main[0]
     )
 
 
-@pytest.mark.parametrize("kind", ["whole", "subset-of-every-rank", "directories", "with-the-runner"])
+@pytest.mark.parametrize(
+    "kind", ["whole", "subset-of-every-rank", "directories", "with-the-runner"]
+)
 def test_same_dataset_on_all_ranks_is_not_named(kind: str, tmp_path: Path) -> None:
     assert run_processes(warnings_of, str(tmp_path), kind, "train", world_size=2) == [[], []]
 
@@ -156,7 +162,9 @@ def test_nested_tensor_is_no_error() -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support", "ignore:.*quantize"
+    "ignore:The PyTorch API of nested tensors",
+    "ignore:Sparse CSR tensor support",
+    "ignore:.*quantize",
 )
 @pytest.mark.parametrize(
     "make",
@@ -173,9 +181,15 @@ def test_batch_with_a_tensor_that_is_not_strided_is_no_error(make: Any) -> None:
     assert describe((make(), 1)) == describe((make(), 1)) != describe((make(), 2))
 
 
-@pytest.mark.parametrize("value", [np.arange(6).reshape(2, 3).T, torch.arange(6).reshape(2, 3).t(), np.float32(2)])
+@pytest.mark.parametrize(
+    "value", [np.arange(6).reshape(2, 3).T, torch.arange(6).reshape(2, 3).t(), np.float32(2)]
+)
 def test_small_batch_is_described_by_all_its_values(value: Any) -> None:
-    assert describe(value) == (str(value.dtype), tuple(value.shape), np.asarray(value).reshape(-1).tolist())
+    assert describe(value) == (
+        str(value.dtype),
+        tuple(value.shape),
+        np.asarray(value).reshape(-1).tolist(),
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, np.array])
@@ -193,7 +207,8 @@ def test_arrays_that_are_nearly_all_zero_are_told_apart(kind: Any, other: Any) -
 @pytest.mark.parametrize("shape", [(64, 1, 28, 28), (1, 28, 28), (8, 3, 32, 32)])
 def test_images_with_dark_borders_are_told_apart(shape: tuple[int, ...]) -> None:
     images = [
-        torch.nn.functional.pad(torch.rand(*shape[:-2], shape[-2] - 8, shape[-1] - 8), (4, 4, 4, 4)) for _ in range(2)
+        torch.nn.functional.pad(torch.rand(*shape[:-2], shape[-2] - 8, shape[-1] - 8), (4, 4, 4, 4))
+        for _ in range(2)
     ]
     assert describe(images[0]) != describe(images[1])
     assert series_of(TensorDataset(images[0])) != series_of(TensorDataset(images[1]))
@@ -223,7 +238,9 @@ class LargestResult(TorchDispatchMode):
 
     largest = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and not result._is_view():
             self.largest = max(self.largest, result.nbytes)

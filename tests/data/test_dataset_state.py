@@ -41,10 +41,16 @@ class Counting(Dataset[Tensor]):
 
 
 def source_of(kind: str, **settings: Any) -> BatchSource:
-    known: dict[str, Any] = {"itself": Counting, "seldom": Seldom, "subset": lambda: Subset(Counting(), range(9))}
+    known: dict[str, Any] = {
+        "itself": Counting,
+        "seldom": Seldom,
+        "subset": lambda: Subset(Counting(), range(9)),
+    }
     data = known.get(kind, lambda: ConcatDataset([Counting(), Counting()]))()
     if kind == "of a loader":
-        return open_source(TorchDataLoader(data, batch_size=2, shuffle=True, **settings), split="train", seed=3)
+        return open_source(
+            TorchDataLoader(data, batch_size=2, shuffle=True, **settings), split="train", seed=3
+        )
     return source_over(data, batch_size=2, **settings)
 
 
@@ -62,7 +68,9 @@ class Seldom(Counting):
 def test_dataset_changed_by_reading_is_refused_in_workers(kind: str, batches: int) -> None:
     source = source_of(kind, num_workers=1, **({"shuffle": False} if kind == "seldom" else {}))
     assert len(read(source, batches)) == batches
-    with pytest.raises(RuntimeError, match=r"Expected dataloader.num_workers=0 for split 'train': reading changes"):
+    with pytest.raises(
+        RuntimeError, match=r"Expected dataloader.num_workers=0 for split 'train': reading changes"
+    ):
         read(source, 1)
     source.close()
 
@@ -86,7 +94,9 @@ def test_state_changed_between_two_passes_comes_back_with_workers() -> None:
 
 def test_another_dataset_is_refused() -> None:
     state = source_of("subset").state_dict()
-    with pytest.raises(ValueError, match=r"\(dataset.datasets\[0\], .*Received: that of dataset.dataset. Restore"):
+    with pytest.raises(
+        ValueError, match=r"\(dataset.datasets\[0\], .*Received: that of dataset.dataset. Restore"
+    ):
         source_of("concatenated").load_state_dict({**state, "length": 20, "consumed": 0})
 
 
@@ -101,14 +111,22 @@ def test_unsavable_state_is_refused() -> None:
             return {"counts": [1, {"of": self}]}
 
     with pytest.raises(
-        ValueError, match=r"Unsavable.state_dict\(\) of split 'train'.*state_dict\(\)\['counts'\]\[1\]\['of'\] is"
+        ValueError,
+        match=r"Unsavable.state_dict\(\) of split 'train'.*state_dict\(\)\['counts'\]\[1\]\['of'\] is",
     ):
         build_dataloader(Unsavable(), {}, split="train", train=True, seed=3)
 
 
 def test_plain_states_are_read_without_pickle(tmp_path: Any) -> None:
-    arrays = [numpy.arange(2).astype(kind) for kind in ("uint64", "uint8", "int32", "float32", "bool")]
-    state = {"a": arrays, "b": (1, {"x": {2}}), "n": numpy.float64(0.1), "big": numpy.array([2**64 - 1], "uint64")}
+    arrays = [
+        numpy.arange(2).astype(kind) for kind in ("uint64", "uint8", "int32", "float32", "bool")
+    ]
+    state = {
+        "a": arrays,
+        "b": (1, {"x": {2}}),
+        "n": numpy.float64(0.1),
+        "big": numpy.array([2**64 - 1], "uint64"),
+    }
     torch.save(to_plain(state), tmp_path / "state.pt")
     back = from_plain(torch.load(tmp_path / "state.pt", weights_only=True))
     for one, other in zip([*arrays, state["big"]], back["a"] + [back["big"]], strict=True):
@@ -121,7 +139,12 @@ STATES: dict[str, Any] = {
     "frozen set": frozenset({b"x", numpy.int64(3)}),
     "texts": numpy.array(["ab", "c"]),
     "empty array": numpy.zeros((0, 3)),
-    "mapping with a kind": {"kind": "array", "dtype": "<f4", "shape": [1], "value": torch.zeros(4, dtype=torch.uint8)},
+    "mapping with a kind": {
+        "kind": "array",
+        "dtype": "<f4",
+        "shape": [1],
+        "value": torch.zeros(4, dtype=torch.uint8),
+    },
     "kind of a set": {"kind": "set", "items": [1]},
     "nested": [{"kind": 1}, (frozenset({1}), numpy.bool_(True))],
 }
@@ -133,7 +156,11 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, (numpy.ndarray, Tensor)):
-        return type(first) is type(second) and first.dtype == second.dtype and first.tolist() == second.tolist()
+        return (
+            type(first) is type(second)
+            and first.dtype == second.dtype
+            and first.tolist() == second.tolist()
+        )
     return type(first) is type(second) and bool(first == second)
 
 
@@ -164,15 +191,26 @@ def test_arrays_and_sets_are_encoded_as_those_of_attributes(tmp_path: Any) -> No
 
 @pytest.mark.parametrize("dtype", [None, "V", "S", "U", "O"])
 def test_forged_item_of_a_set_takes_no_memory(dtype: str | None) -> None:
-    item = {"kind": "bytes", "items": 10**13} if dtype is None else {"kind": "scalar", "dtype": dtype, "item": 10**13}
+    item = (
+        {"kind": "bytes", "items": 10**13}
+        if dtype is None
+        else {"kind": "scalar", "dtype": dtype, "item": 10**13}
+    )
     with pytest.raises((TypeError, ValueError)):
         from_plain({"kind": "set", "items": [item]})
 
 
 def test_state_of_an_older_checkpoint_is_read() -> None:
     bits = torch.frombuffer(bytearray(numpy.arange(3, dtype="<i4").tobytes()), dtype=torch.uint8)
-    older = {"a": {"__numpy_array__": "<i4", "shape": [3], "data": bits}, "s": {1, 2}, "d": {"kind": "odd", "n": 1}}
-    assert same(from_plain(older), {"a": numpy.arange(3, dtype="<i4"), "s": {1, 2}, "d": {"kind": "odd", "n": 1}})
+    older = {
+        "a": {"__numpy_array__": "<i4", "shape": [3], "data": bits},
+        "s": {1, 2},
+        "d": {"kind": "odd", "n": 1},
+    }
+    assert same(
+        from_plain(older),
+        {"a": numpy.arange(3, dtype="<i4"), "s": {1, 2}, "d": {"kind": "odd", "n": 1}},
+    )
 
 
 def changes() -> int:

@@ -46,7 +46,11 @@ class OwnLoader(Place):
 
 def source(way: str, **options: Any) -> BatchSource:
     workers = 1 if way == "worker" else 0
-    loader = OwnLoader(**options) if way == "own" else stateful_loader(Place(**options), 1, num_workers=workers)
+    loader = (
+        OwnLoader(**options)
+        if way == "own"
+        else stateful_loader(Place(**options), 1, num_workers=workers)
+    )
     return open_source(loader, split="train", seed=3)
 
 
@@ -67,7 +71,10 @@ def read(source: BatchSource, batches: int = 100, *, saves: bool = False) -> lis
 
 @pytest.mark.parametrize(
     ("way", "stop"),
-    [*((way, stop) for way in ("loader", "own") for stop in (1, LENGTH, LENGTH + 2, 2 * LENGTH)), ("worker", LENGTH)],
+    [
+        *((way, stop) for way in ("loader", "own") for stop in (1, LENGTH, LENGTH + 2, 2 * LENGTH)),
+        ("worker", LENGTH),
+    ],
 )
 def test_it_goes_on_with_the_next_pass(way: str, stop: int) -> None:
     whole = read(source(way))

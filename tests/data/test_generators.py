@@ -61,7 +61,11 @@ class Lazy:
     def __call__(self, value: float) -> float:
         if self.rng is None:
             self.rng = numpy.random.default_rng(torch.initial_seed() % 2**32)
-        return value + draw(self.rng) + draw(self.rngs.setdefault("here", random.Random(torch.initial_seed())))
+        return (
+            value
+            + draw(self.rng)
+            + draw(self.rngs.setdefault("here", random.Random(torch.initial_seed())))
+        )
 
 
 class OfClass:
@@ -140,7 +144,9 @@ MAKE: dict[str, Callable[[], Dataset[Tensor]]] = {
     "seeds itself": lambda: Drawing(SeedsItself()),
     "seeds its state": lambda: Drawing(SeedsItsState()),
     "subset": lambda: Subset(Drawing(Jitter(random.Random(1))), range(LENGTH)),
-    "concatenated": lambda: ConcatDataset([Drawing(Jitter(random.Random(1))), Drawing(Jitter(random.Random(2)))]),
+    "concatenated": lambda: ConcatDataset(
+        [Drawing(Jitter(random.Random(1))), Drawing(Jitter(random.Random(2)))]
+    ),
 }
 
 
@@ -247,7 +253,10 @@ def test_keys_of_a_mapping_that_are_objects_stand_for_the_same_generators_in_eac
         return list(Generators({"transform": {key: random.Random(1) for key in keys}}).found)
 
     numbered = [f"transform[#{number}]" for number in range(8)]
-    assert looked() == [*numbered, *(f"transform[{key}]" for key in ("'flips'", "3", "(4, 'here')", "None"))]
+    assert looked() == [
+        *numbered,
+        *(f"transform[{key}]" for key in ("'flips'", "3", "(4, 'here')", "None")),
+    ]
 
 
 def _in_blocks_on_shards() -> list[str]:
@@ -270,8 +279,17 @@ def test_a_generator_of_a_model_with_many_blocks_on_shards_is_found() -> None:
 
 
 def test_object_without_generators_is_left_alone() -> None:
-    streams = [torch.default_generator, random.random, random.uniform, numpy.random.rand, numpy.random.normal]
-    large: dict[str, Any] = {"samples": [object() for _ in range(100_000)], "names": ["a"] * 1_000_000}
+    streams = [
+        torch.default_generator,
+        random.random,
+        random.uniform,
+        numpy.random.rand,
+        numpy.random.normal,
+    ]
+    large: dict[str, Any] = {
+        "samples": [object() for _ in range(100_000)],
+        "names": ["a"] * 1_000_000,
+    }
     large["again"] = large
     for held in (streams, large, Reorders(TakesGenerators())):
         found = Generators({"dataset": held})
@@ -280,17 +298,28 @@ def test_object_without_generators_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [torch.Generator, random.Random, numpy.random.default_rng, numpy.random.RandomState, numpy.random.Philox]
+    "kind",
+    [
+        torch.Generator,
+        random.Random,
+        numpy.random.default_rng,
+        numpy.random.RandomState,
+        numpy.random.Philox,
+    ],
 )
 def test_the_state_of_a_generator_comes_back(kind: Any) -> None:
     def drawn(generator: Any) -> float:
         return draw(
-            numpy.random.Generator(generator) if isinstance(generator, numpy.random.BitGenerator) else generator
+            numpy.random.Generator(generator)
+            if isinstance(generator, numpy.random.BitGenerator)
+            else generator
         )
 
     generator, other = kind(), kind()
     state = copy.deepcopy(generator_state(generator))
-    assert not isinstance(generator, numpy.random.RandomState) or state["bit_generator"] == "MT19937"
+    assert (
+        not isinstance(generator, numpy.random.RandomState) or state["bit_generator"] == "MT19937"
+    )
     expected = [drawn(generator), drawn(generator)]
     set_generator_state(other, state)
     assert [drawn(other), drawn(other)] == expected

@@ -44,7 +44,10 @@ def test_a_batch_depends_on_seed_split_epoch_position_and_rank_only() -> None:
 
 def test_by_sample_each_has_its_own_position_whatever_the_batch() -> None:
     whole = read(Augmented(10), (0, 2, [3, 5, 7]), by="sample")
-    parts = [read(Augmented(10), (0, 2 + n, [index]), by="sample")[0] for n, index in enumerate((3, 5, 7))]
+    parts = [
+        read(Augmented(10), (0, 2 + n, [index]), by="sample")[0]
+        for n, index in enumerate((3, 5, 7))
+    ]
     assert same(whole, parts)
     by_batch = read(Augmented(10), (0, 2, [3, 5, 7]))
     assert torch.equal(by_batch[0], whole[0]) and not torch.equal(by_batch[1], whole[1])
@@ -60,7 +63,10 @@ def test_dataset_reads_whole_batches_unless_samples_are_seeded() -> None:
         data = Whole(10)
         read(data, (0, 0, [3, 5]), by=by)
         assert data.reads == expected
-    assert [int(row[0]) for row in read(Subset(BatchAugmented(10), [4, 5, 6]), (0, 0, [2, 0]))] == [6, 4]
+    assert [int(row[0]) for row in read(Subset(BatchAugmented(10), [4, 5, 6]), (0, 0, [2, 0]))] == [
+        6,
+        4,
+    ]
 
 
 def test_only_datasets_known_to_draw_nothing_leave_the_streams_alone() -> None:
@@ -78,14 +84,28 @@ def test_only_datasets_known_to_draw_nothing_leave_the_streams_alone() -> None:
         draws_random = "perhaps"
 
     tensors, noisy = TensorDataset(torch.arange(6)), Noisy(torch.arange(6))
-    quiet: list[Any] = [tensors, Subset(tensors, [1, 2]), ConcatDataset([tensors, tensors]), StackDataset(a=tensors)]
-    for dataset in (*quiet, StackDataset(tensors, tensors), Quiet(6), [1, 2, 3], range(4), torch.arange(3)):
+    quiet: list[Any] = [
+        tensors,
+        Subset(tensors, [1, 2]),
+        ConcatDataset([tensors, tensors]),
+        StackDataset(a=tensors),
+    ]
+    for dataset in (
+        *quiet,
+        StackDataset(tensors, tensors),
+        Quiet(6),
+        [1, 2, 3],
+        range(4),
+        torch.arange(3),
+    ):
         before = torch.get_rng_state(), random.getstate()
         read(dataset, (0, 0, [0, 1]))
         assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     for other in (noisy, Subset(noisy, [0]), ConcatDataset([tensors, noisy]), StackDataset(noisy)):
         assert not draws_nothing(other)
-    with pytest.raises(ValueError, match=r"Expected Perhaps\.draws_random to be True or False.*'perhaps' \(str\)"):
+    with pytest.raises(
+        ValueError, match=r"Expected Perhaps\.draws_random to be True or False.*'perhaps' \(str\)"
+    ):
         build_dataloader(Perhaps(4), {}, split="train", train=True, seed=0)
 
 

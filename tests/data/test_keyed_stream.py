@@ -29,7 +29,8 @@ class Share(IterableDataset[Tensor]):
         first, step = (info.id, info.num_workers) if info is not None else (0, 1)
         for index in self.order()[first::step]:
             yield torch.tensor(
-                [index, torch.rand(()).item(), numpy.random.rand(), random.random()], dtype=torch.float64
+                [index, torch.rand(()).item(), numpy.random.rand(), random.random()],
+                dtype=torch.float64,
             )
 
     def order(self) -> list[int]:
@@ -75,7 +76,9 @@ class Remembers(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         while self.position < LENGTH:
             self.position += 1
-            yield torch.tensor([self.position, torch.rand(()).item(), random.random()], dtype=torch.float64)
+            yield torch.tensor(
+                [self.position, torch.rand(()).item(), random.random()], dtype=torch.float64
+            )
         self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,7 +106,9 @@ class Place:
         if self.position == LENGTH:
             raise StopIteration
         self.position += 1
-        return torch.stack([self.order[self.position - 1].double(), torch.rand((), dtype=torch.float64)])
+        return torch.stack(
+            [self.order[self.position - 1].double(), torch.rand((), dtype=torch.float64)]
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": self.order, "position": self.position}
@@ -139,9 +144,13 @@ def test_resumes_at_every_position(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("batch_size", [2, 3])
 @pytest.mark.parametrize("name", sorted(STREAMS))
-def test_resume_after_the_last_batch_of_a_pass_leaves_the_same_place(name: str, batch_size: int) -> None:
+def test_resume_after_the_last_batch_of_a_pass_leaves_the_same_place(
+    name: str, batch_size: int
+) -> None:
     """With a last batch that is full, and with one that is not, in which the end of the stream has been seen."""
-    first, second = (source_of(name, "built", batch_size=batch_size, drop_last=False) for _ in range(2))
+    first, second = (
+        source_of(name, "built", batch_size=batch_size, drop_last=False) for _ in range(2)
+    )
     batches = -(-LENGTH // batch_size)
     assert len(drain(first, batches)) == batches
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -163,7 +172,11 @@ _SLOW = pytest.mark.slow
     [
         ("ShufflesFiles", "torch"),
         ("Remembers", "built"),
-        *(pytest.param(name, kind, marks=_SLOW) for name in sorted(STREAMS) for kind in ("built", "torch", "stateful")),
+        *(
+            pytest.param(name, kind, marks=_SLOW)
+            for name in sorted(STREAMS)
+            for kind in ("built", "torch", "stateful")
+        ),
     ],
 )
 def test_resumes_with_workers(name: str, kind: str, persistent: bool) -> None:
@@ -196,7 +209,10 @@ def test_repeated_reading_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
         second.load_state_dict(first.state_dict())
         read(second, 9)
     (record,) = caplog.records
-    assert "'train' (Permutes) cannot be positioned: its first 8 items of epoch 0 are read again" in record.getMessage()
+    assert (
+        "'train' (Permutes) cannot be positioned: its first 8 items of epoch 0 are read again"
+        in record.getMessage()
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -214,7 +230,11 @@ def test_undivided_iterable_draws_other_noise_on_each_rank_and_worker(workers: i
 
     first, second = read_by(0), read_by(1)
     copies = max(workers, 1)
-    assert sorted(first[:, 0].tolist()) == sorted(second[:, 0].tolist()) == sorted([*range(8)] * copies)
+    assert (
+        sorted(first[:, 0].tolist())
+        == sorted(second[:, 0].tolist())
+        == sorted([*range(8)] * copies)
+    )
     assert len(torch.cat([first[:, 1], second[:, 1]]).unique()) == 2 * 8 * copies
     assert torch.equal(read_by(0), first)
 
@@ -232,6 +252,8 @@ def test_stream_shorter_than_the_position_is_refused(workers: int) -> None:
     drain(saved, 3)
     short.load_state_dict(saved.state_dict())
     saved.close()
-    with pytest.raises(ValueError, match=r"split 'train' to have at least 6 items.*Received: 4 items\."):
+    with pytest.raises(
+        ValueError, match=r"split 'train' to have at least 6 items.*Received: 4 items\."
+    ):
         list(short.batches())
     short.close()

@@ -23,10 +23,14 @@ LENGTH = 23
 
 
 def make(workers: int = 0, **settings: Any) -> DataLoader:
-    share = Share(**{"seed": 7, **{name: settings.pop(name) for name in Share._fields if name in settings}})
+    share = Share(
+        **{"seed": 7, **{name: settings.pop(name) for name in Share._fields if name in settings}}
+    )
     dataset = settings.pop("dataset") if "dataset" in settings else Augmented(LENGTH)
     return DataLoader(
-        dataset, share, **{"batch_size": 4, "shuffle": True, "num_workers": workers, "pad": True, **settings}
+        dataset,
+        share,
+        **{"batch_size": 4, "shuffle": True, "num_workers": workers, "pad": True, **settings},
     )
 
 
@@ -43,7 +47,9 @@ def passes(source: BatchSource, count: int) -> list[Tensor]:
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,9 @@ def test_resumes_at_every_position_of_three_passes(workers: int, straight: list[
         {"workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True},
     ],
 )
-def test_workers_read_the_batches_of_this_process(settings: dict[str, Any], straight: list[Tensor]) -> None:
+def test_workers_read_the_batches_of_this_process(
+    settings: dict[str, Any], straight: list[Tensor]
+) -> None:
     loader = make(**settings)
     assert same(passes(source_of(loader), 3), straight)
     loader.close()
@@ -91,7 +99,9 @@ def test_persistent_workers_follow_the_position(straight: list[Tensor]) -> None:
     loader = make(2, persistent_workers=True)
     source = source_of(loader)
     assert same(drain(source, 2), straight[:2])
-    assert same(drain(source, 2), straight[2:4]), "an abandoned iterator must not spoil the next one"
+    assert same(drain(source, 2), straight[2:4]), (
+        "an abandoned iterator must not spoil the next one"
+    )
     source.set_epoch(2)
     assert same(drain(source), straight[12:])
     other = make(seed=8)
@@ -148,7 +158,10 @@ def test_without_batch_size_items_are_delivered(workers: int) -> None:
 
 
 def test_evaluation_gives_nothing_to_idle_ranks() -> None:
-    loaders = [make(dataset=Augmented(2), shuffle=False, pad=False, rank=rank, world_size=4) for rank in range(4)]
+    loaders = [
+        make(dataset=Augmented(2), shuffle=False, pad=False, rank=rank, world_size=4)
+        for rank in range(4)
+    ]
     assert [len(list(loader)) for loader in loaders] == [1, 1, 0, 0]
     assert not loaders[0].order.is_even()
 
@@ -171,7 +184,11 @@ def test_dataset_hears_of_the_epoch_also_in_persistent_workers() -> None:
 def test_mismatched_states_are_refused() -> None:
     state = {**make().state_dict(), "consumed": 8}
     for settings, wrong, message in (
-        ({"dataset": Augmented(24), "split": "val"}, state, r"split 'val' to have 23 samples.*Received: 24 samples"),
+        (
+            {"dataset": Augmented(24), "split": "val"},
+            state,
+            r"split 'val' to have 23 samples.*Received: 24 samples",
+        ),
         ({"shuffle": False}, state, "Expected shuffle=True for split 'train'"),
         ({}, {**state, "consumed": 24}, "between 0 and 23"),
         ({}, {"_num_yielded": 3}, "without consumed, epoch"),
@@ -179,7 +196,10 @@ def test_mismatched_states_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             make(**settings).load_state_dict(wrong)  # type: ignore[arg-type]
     make(shuffle=False).load_state_dict({**state, "consumed": 0})
-    for consumed, left in ((0, 6), (23, 0)):  # between two passes, the dataset may have another length
+    for consumed, left in (
+        (0, 6),
+        (23, 0),
+    ):  # between two passes, the dataset may have another length
         other = make(dataset=Augmented(24))
         other.load_state_dict({**state, "consumed": consumed})
         assert other.order.remaining_batches() == left
@@ -195,7 +215,9 @@ class Exhausted(Augmented):
 
 
 @pytest.mark.parametrize(("draws", "workers"), [(True, 0), (False, 0), (None, 0), (None, 2)])
-def test_stop_iteration_of_an_item_does_not_end_the_pass_silently(draws: bool | None, workers: int) -> None:
+def test_stop_iteration_of_an_item_does_not_end_the_pass_silently(
+    draws: bool | None, workers: int
+) -> None:
     dataset = Exhausted(8)
     if draws is not None:
         dataset.draws_random = draws
@@ -207,14 +229,20 @@ def test_stop_iteration_of_an_item_does_not_end_the_pass_silently(draws: bool | 
 
 class SaidHello(Augmented):
     def __getitem__(self, index: int) -> Tensor:
-        return super().__getitem__(index) if os.environ.get("WORKER_SAID") == "hello" else torch.zeros(4)
+        return (
+            super().__getitem__(index)
+            if os.environ.get("WORKER_SAID") == "hello"
+            else torch.zeros(4)
+        )
 
 
 def _say_hello(_: int) -> None:
     os.environ["WORKER_SAID"] = "hello"
 
 
-def test_workers_survive_a_signal_to_the_group_and_call_the_users_function(straight: list[Tensor]) -> None:
+def test_workers_survive_a_signal_to_the_group_and_call_the_users_function(
+    straight: list[Tensor],
+) -> None:
     loader = make(2, dataset=SaidHello(LENGTH), worker_init_fn=_say_hello)
     iterator = iter(loader)
     taken = [next(iterator)]
@@ -256,7 +284,9 @@ if __name__ == "__main__":
         ("os.kill(os.getpid(), 9)", True, "pass", None),
         ("os.kill(os.getpid(), 9)", True, "pass", "forkserver"),
         pytest.param("pass", False, "pass", None, marks=pytest.mark.slow),
-        pytest.param("pass", False, "time.sleep(100 if index > 3 else 0)", None, marks=pytest.mark.slow),  # is stuck
+        pytest.param(
+            "pass", False, "time.sleep(100 if index > 3 else 0)", None, marks=pytest.mark.slow
+        ),  # is stuck
     ],
 )
 def test_process_ends_and_leaves_no_worker(
@@ -265,13 +295,17 @@ def test_process_ends_and_leaves_no_worker(
     script = tmp_path / "job.py"
     killed = "kill" in end
     script.write_text(
-        textwrap.dedent(SCRIPT).format(persistent=persistent, end=end, body=body, killed=killed, method=method)
+        textwrap.dedent(SCRIPT).format(
+            persistent=persistent, end=end, body=body, killed=killed, method=method
+        )
     )
     # One that is killed does nothing at its end; the others end as the interpreter does.
     python = interpreter() if killed and method is None else sys.executable
     environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    result = subprocess.run([python, str(script)], env=environment, timeout=120, check=False, **pipes)
+    result = subprocess.run(
+        [python, str(script)], env=environment, timeout=120, check=False, **pipes
+    )
     assert result.returncode in (0, 3, -9)
     pids = [int(word) for word in result.stdout.split()]
     assert len(pids) == 2

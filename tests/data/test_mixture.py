@@ -37,11 +37,15 @@ def make_sources() -> dict[str, Numbers]:
 
 
 def make_mixture(weights: Any = None, **settings: Any) -> Mixture:
-    return Mixture(make_sources(), WEIGHTS if weights is None else weights, **{"length": 50, **settings})
+    return Mixture(
+        make_sources(), WEIGHTS if weights is None else weights, **{"length": 50, **settings}
+    )
 
 
 def source_of(mixture: Mixture, rank: int = 0, world_size: int = 1, **settings: Any) -> BatchSource:
-    return source_over(mixture, rank, world_size, **{"batch_size": 4, "drop_last": False, **settings})
+    return source_over(
+        mixture, rank, world_size, **{"batch_size": 4, "drop_last": False, **settings}
+    )
 
 
 def rows(batches: list[Tensor]) -> Tensor:
@@ -70,7 +74,9 @@ CASES: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("weights", "period"), CASES, ids=str)
-def test_every_prefix_has_the_proportions_to_less_than_one_sample(weights: dict[str, Any], period: int) -> None:
+def test_every_prefix_has_the_proportions_to_less_than_one_sample(
+    weights: dict[str, Any], period: int
+) -> None:
     turns = Turns(tuple(proportions_of(weights).values()))
     assert turns.period == period
     counts = [0] * len(weights)
@@ -111,7 +117,9 @@ def test_each_source_is_read_in_passes_of_its_own() -> None:
             assert sorted(one.tolist()) == list(range(size))
         assert len(set(passes[-1].tolist())) == len(passes[-1])
         whole = [tuple(one.tolist()) for one in passes if len(one) == size]
-        assert size < 4 or len({*whole, tuple(range(size))}) == len(whole) + 1  # of three samples there are six orders
+        assert (
+            size < 4 or len({*whole, tuple(range(size))}) == len(whole) + 1
+        )  # of three samples there are six orders
 
 
 def test_how_long_an_epoch_is() -> None:
@@ -119,7 +127,9 @@ def test_how_long_an_epoch_is() -> None:
         return list(zip(make_mixture().samples(0, samples).values(), SIZES.values(), strict=True))
 
     longest, shortest = len(make_mixture(length="longest")), len(make_mixture(length="shortest"))
-    assert all(count >= own for count, own in reads(longest)) and any(count < own for count, own in reads(longest - 1))
+    assert all(count >= own for count, own in reads(longest)) and any(
+        count < own for count, own in reads(longest - 1)
+    )
     assert all(count <= own for count, own in reads(shortest)) and any(
         count > own for count, own in reads(shortest + 1)
     )
@@ -131,7 +141,9 @@ def by_epoch(epoch: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "weights", [by_epoch, {0: by_epoch(0), 1: by_epoch(1), 2: by_epoch(2)}], ids=["function", "mapping"]
+    "weights",
+    [by_epoch, {0: by_epoch(0), 1: by_epoch(1), 2: by_epoch(2)}],
+    ids=["function", "mapping"],
 )
 def test_weights_change_by_epoch_and_sources_keep_their_position(weights: Any) -> None:
     mixture = make_mixture(weights, length=12)
@@ -173,7 +185,10 @@ def test_another_mixture_is_refused_and_later_weights_are_not() -> None:
     for other, what in (
         (make_mixture({**WEIGHTS, "web": 0.6}), r"shares by epoch \(0: 7/10, 1/5, 1/10\)"),
         (make_mixture({0: WEIGHTS, 1: by_epoch(2)}), "shares by epoch"),
-        (Mixture({**make_sources(), "web": Numbers(0, 41)}, WEIGHTS, length=50), "sources .*web: 41"),
+        (
+            Mixture({**make_sources(), "web": Numbers(0, 41)}, WEIGHTS, length=50),
+            "sources .*web: 41",
+        ),
         (make_mixture(shuffle=False), "shuffle"),
     ):
         with pytest.raises(ValueError, match=what):
@@ -192,7 +207,9 @@ def test_labels_of_each_form_of_sample() -> None:
 
 
 def test_measured_values_are_summed_by_source() -> None:
-    mixture = Mixture({"web": range(2), "code": range(2), "rest": range(2)}, {"web": 1, "code": 1, "rest": 1})
+    mixture = Mixture(
+        {"web": range(2), "code": range(2), "rest": range(2)}, {"web": 1, "code": 1, "rest": 1}
+    )
     found = mixture.by_source(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 0, 1]))
     assert found == {"web": (2.0, 1.0), "code": (5.0, 2.0), "rest": (0.0, 0.0)}
 
@@ -208,13 +225,19 @@ def test_measured_values_are_summed_by_source() -> None:
         (({"a": iter([1])}, {"a": 1}), "source 'a' to be a map-style dataset"),
         (({"a": []}, {"a": 1}), "source 'a' to have samples"),
         (({"a": range(3)}, {"b": 1}), r"sources \['a'\] at epoch 0. Received: \['b'\]"),
-        (({"a": range(3)}, {"a": -1}), "finite number of at least 0. Received: weights\\['a'\\]=-1"),
+        (
+            ({"a": range(3)}, {"a": -1}),
+            "finite number of at least 0. Received: weights\\['a'\\]=-1",
+        ),
         (({"a": range(3)}, {"a": float("nan")}), "finite number"),
         (({"a": range(3)}, {"a": "much"}), "finite number"),
         (({"a": range(3)}, {"a": 0}), "a weight above zero"),
         (({"a": range(3)}, {1: {"a": 1}}), "begin at epoch 0"),
         (({"a": range(3)}, lambda epoch: None), "a weight for each"),
-        (({"a": range(3)}, 0.5), r"a weight for each of the sources \['a'\] at epoch 0. Received: 0.5"),
+        (
+            ({"a": range(3)}, 0.5),
+            r"a weight for each of the sources \['a'\] at epoch 0. Received: 0.5",
+        ),
     ],
 )
 def test_mistakes_are_named(arguments: tuple[Any, Any], message: str) -> None:

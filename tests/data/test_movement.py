@@ -37,11 +37,22 @@ def test_tensors_are_found_at_any_depth() -> None:
         "others": (None, 3, 2.5, b"bytes", "text", range(3), torch.float32),
     }
     moved = move_to_device(batch, META)
-    assert moved["list"][0].is_meta and moved["list"][1][0].is_meta and moved["list"][1][1]["deep"].is_meta
-    assert isinstance(moved["pair"], Pair) and moved["pair"].left.is_meta and moved["pair"].right == "text"
+    assert (
+        moved["list"][0].is_meta
+        and moved["list"][1][0].is_meta
+        and moved["list"][1][1]["deep"].is_meta
+    )
+    assert (
+        isinstance(moved["pair"], Pair)
+        and moved["pair"].left.is_meta
+        and moved["pair"].right == "text"
+    )
     assert isinstance(moved["ordered"], OrderedDict) and moved["ordered"]["a"].is_meta
     assert isinstance(moved["user"], UserDict) and moved["user"]["a"].is_meta
     assert moved["record"].value.is_meta
     assert isinstance(moved["packed"], PackedSequence) and moved["packed"].data.is_meta
-    assert moved["others"][:5] == (None, 3, 2.5, b"bytes", "text") and moved["others"][6] is torch.float32
+    assert (
+        moved["others"][:5] == (None, 3, 2.5, b"bytes", "text")
+        and moved["others"][6] is torch.float32
+    )
     assert not one.is_meta

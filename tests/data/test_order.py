@@ -16,8 +16,14 @@ numpy = pytest.importorskip("numpy")
 VECTORS = [
     ((65_537, 0), [31828, 3975, 20506, 44279, 5312, 45862]),
     ((1_000_000, 7), [99206, 257927, 297872, 660489, 516907, 345470]),
-    ((1_000_000_007, 2**62 + 3), [947665006, 692489181, 525545293, 479534644, 412211443, 897420878]),
-    ((1_000_000_000_000, 1), [731293547393, 688300367940, 37867758472, 772485209588, 780174273721, 885855465797]),
+    (
+        (1_000_000_007, 2**62 + 3),
+        [947665006, 692489181, 525545293, 479534644, 412211443, 897420878],
+    ),
+    (
+        (1_000_000_000_000, 1),
+        [731293547393, 688300367940, 37867758472, 772485209588, 780174273721, 885855465797],
+    ),
 ]
 
 
@@ -49,7 +55,14 @@ def test_any_part_equals_the_part_of_the_whole(length: int) -> None:
     permutation = KeyedPermutation(length, 3)
     whole = permutation.indices(length - 50, 60)
     assert len(whole) == 50
-    assert whole == [index for first in range(length - 50, length, 7) for index in permutation.indices(first, 7)][:50]
+    assert (
+        whole
+        == [
+            index
+            for first in range(length - 50, length, 7)
+            for index in permutation.indices(first, 7)
+        ][:50]
+    )
     assert permutation.indices(length, 4) == []
     places = [(3, 5), (length - 2, 9), (40, 0), (20, 1)]
     assert permutation.parts(places) == [permutation.indices(*place) for place in places]

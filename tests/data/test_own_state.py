@@ -38,7 +38,9 @@ class Noisy(Numbers):
         return super().__getitem__(index) + torch.rand(1) / 2
 
 
-def loader_of(dataset: Dataset[Tensor], workers: int = 0, *, ranks: tuple[int, int] | None = None) -> Any:
+def loader_of(
+    dataset: Dataset[Tensor], workers: int = 0, *, ranks: tuple[int, int] | None = None
+) -> Any:
     generator = torch.Generator().manual_seed(5)
     order: dict[str, Any] = {"shuffle": True, "generator": generator}
     if ranks is not None:
@@ -51,7 +53,9 @@ class Reading(dl.Runner):
 
     not_saved = ("seen",)
 
-    def __init__(self, config: Any, dataset: Dataset[Tensor], workers: int, state: Any = None) -> None:
+    def __init__(
+        self, config: Any, dataset: Dataset[Tensor], workers: int, state: Any = None
+    ) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
         ranks = (self.rank, self.world_size) if self.world_size > 1 else None
@@ -109,7 +113,9 @@ def stored(root: Path) -> Any:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("accum_steps", [1, 2])
-def test_plain_script_continues_at_the_stop_of_the_run(workers: int, accum_steps: int, tmp_path: Path) -> None:
+def test_plain_script_continues_at_the_stop_of_the_run(
+    workers: int, accum_steps: int, tmp_path: Path
+) -> None:
     more: dict[str, Any] = {"accum_steps": accum_steps}
     whole = read(tmp_path / "whole", 14 // accum_steps, workers=workers, **more)
     updates = 4 // accum_steps
@@ -138,7 +144,9 @@ def test_samples_read_in_the_process_draw_the_same_after_a_resume(tmp_path: Path
     assert read(tmp_path / "parts", 4, Noisy()) + read(tmp_path / "parts", 13, Noisy()) == whole
 
 
-def test_draws_of_workers_are_named_as_a_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_draws_of_workers_are_named_as_a_limit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     read(tmp_path / "silent", 1, workers=1)
     assert "own state" not in caplog.text
     read(tmp_path / "named", 1, Noisy(), workers=1)
@@ -153,7 +161,9 @@ def test_each_rank_keeps_its_own_state(tmp_path: Path) -> None:
     whole = run_processes(_read, str(tmp_path / "whole"), 8, world_size=2)
     parts = [run_processes(_read, str(tmp_path / "parts"), steps, world_size=2) for steps in (3, 8)]
     assert [first + second for first, second in zip(*parts, strict=True)] == whole
-    assert all_of(batch for seen in whole for batch in seen[:5]) == [float(index) for index in range(LENGTH)]
+    assert all_of(batch for seen in whole for batch in seen[:5]) == [
+        float(index) for index in range(LENGTH)
+    ]
 
 
 @pytest.mark.parametrize("given", ["DataLoader", "Numbers"])
@@ -164,13 +174,19 @@ def test_loader_without_a_state_is_refused(given: str, tmp_path: Path) -> None:
             self.dataloaders = {"train": DataLoader(Numbers())} if given == "DataLoader" else {}
             self.datasets = {"train": Numbers()} if given == "Numbers" else {}
 
-    with pytest.raises(ValueError, match=f"StatefulDataLoader.*own_state=true. Received: a {given}"):
+    with pytest.raises(
+        ValueError, match=f"StatefulDataLoader.*own_state=true. Received: a {given}"
+    ):
         Wrong(settings(tmp_path, 1))
 
 
 def test_without_it_the_library_reads_in_the_order_of_the_loader(tmp_path: Path) -> None:
     read(tmp_path, 3, dataloader={"own_state": False})
-    found = torch.load(tmp_path / "checkpoints" / "latest.pth", weights_only=True)["dataloaders"]["train"]
+    found = torch.load(tmp_path / "checkpoints" / "latest.pth", weights_only=True)["dataloaders"][
+        "train"
+    ]
     assert found["ranks"]["0"]["kind"] == "sampled"
-    plain, with_default = (dl.RunnerConfig(dataloader=more, seed=1) for more in ({}, {"own_state": False}))
+    plain, with_default = (
+        dl.RunnerConfig(dataloader=more, seed=1) for more in ({}, {"own_state": False})
+    )
     assert plain.canonical() == with_default.canonical()

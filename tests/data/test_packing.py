@@ -44,11 +44,14 @@ def packed(data: Documents | None = None, **settings: Any) -> Packed:
 
 def documents_of(dataset: Packed | TokenBudget, epoch: int = 0) -> list[int]:
     dataset.set_epoch(epoch)
-    return [piece.document for position in range(len(dataset)) for piece in dataset.pieces(position)]
+    return [
+        piece.document for position in range(len(dataset)) for piece in dataset.pieces(position)
+    ]
 
 
 @pytest.mark.parametrize(
-    "make", [packed, lambda **more: TokenBudget(Documents(), 64, Documents().lengths, chunk=64, **more)]
+    "make",
+    [packed, lambda **more: TokenBudget(Documents(), 64, Documents().lengths, chunk=64, **more)],
 )
 def test_each_document_comes_once_an_epoch_in_an_order_of_its_own(make: Any) -> None:
     data, filled = make(), [index for index in range(DOCUMENTS) if index % 50]
@@ -63,7 +66,9 @@ def test_each_document_comes_once_an_epoch_in_an_order_of_its_own(make: Any) -> 
 
 
 def test_block_equals_its_pieces() -> None:
-    data = packed(keys=("input_ids", "kind"), fields=("position_ids", "labels", "document_ids"), pad=-7)
+    data = packed(
+        keys=("input_ids", "kind"), fields=("position_ids", "labels", "document_ids"), pad=-7
+    )
     for position in range(len(data)):
         block, at = data[position], 0
         for number, piece in enumerate(data.pieces(position)):
@@ -81,7 +86,8 @@ def test_block_equals_its_pieces() -> None:
         sizes = [piece.size for piece in data.pieces(position)]
         ends = cu_seqlens(block["document_ids"]).tolist()
         assert (
-            ends[: len(sizes) + 1] == [sum(sizes[:number]) for number in range(len(sizes) + 1)] and ends[-1] == LENGTH
+            ends[: len(sizes) + 1] == [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+            and ends[-1] == LENGTH
         )
     rows = torch.tensor([[0, 0, 1], [1, 1, 1]])
     assert cu_seqlens(rows).tolist() == [0, 2, 3, 6] and cu_seqlens(rows).dtype == torch.int32
@@ -91,7 +97,10 @@ def test_long_documents_are_split_into_blocks_and_a_rest() -> None:
     data = Documents(40, longest=100)
     blocks = Packed(data, LENGTH, data.lengths, too_long="split")
     tokens = torch.cat(
-        [block["input_ids"][block["input_ids"] > 0] for block in map(blocks.__getitem__, range(len(blocks)))]
+        [
+            block["input_ids"][block["input_ids"] > 0]
+            for block in map(blocks.__getitem__, range(len(blocks)))
+        ]
     )
     expected = torch.cat([data[index]["input_ids"] for index in range(40)])
     assert torch.equal(tokens.sort().values, expected.sort().values)
@@ -101,7 +110,10 @@ def test_long_documents_are_split_into_blocks_and_a_rest() -> None:
 def test_best_fit_fills_better_than_first_fit_and_cannot_be_far_from_full() -> None:
     """Against the least number of blocks that could hold the tokens, which no packing can be below."""
     sizes = sorted(
-        (torch.rand(2000, generator=torch.Generator().manual_seed(0)).pow(2) * 31 + 1).int().tolist(), reverse=True
+        (torch.rand(2000, generator=torch.Generator().manual_seed(0)).pow(2) * 31 + 1)
+        .int()
+        .tolist(),
+        reverse=True,
     )
     blocks = best_fit(sizes, LENGTH)
     assert sorted(number for block in blocks for number in block) == list(range(2000))
@@ -132,7 +144,9 @@ def test_batches_of_a_budget_have_little_padding() -> None:
     lengths = (torch.randn(9000, generator=generator) * 0.9 + 4).exp().clamp(1, 2048).int()
     batches = TokenBudget(range(9000), 8192, lengths)
     padded = [pieces[0].size * len(pieces) for pieces in map(batches.pieces, range(len(batches)))]
-    assert sum(padded) * 0.98 <= batches.tokens_in_all, "0.97 where each batch takes as much as it can"
+    assert sum(padded) * 0.98 <= batches.tokens_in_all, (
+        "0.97 where each batch takes as much as it can"
+    )
     assert max(padded) <= 8192 and len(batches) <= sum(padded) / 8192 * 1.3
 
 
@@ -145,12 +159,16 @@ def ids(batches: list[dict[str, Tensor]]) -> list[list[int]]:
 
 def mixed() -> Mixture:
     return Mixture(
-        {"web": packed(), "code": packed(Documents(60, offset=500_000))}, {"web": 0.5, "code": 0.5}, length=150
+        {"web": packed(), "code": packed(Documents(60, offset=500_000))},
+        {"web": 0.5, "code": 0.5},
+        length=150,
     )
 
 
 @pytest.mark.parametrize("make", [packed, mixed])
-def test_blocks_are_the_same_for_any_number_of_ranks_and_workers_and_after_a_resume(make: Any) -> None:
+def test_blocks_are_the_same_for_any_number_of_ranks_and_workers_and_after_a_resume(
+    make: Any,
+) -> None:
     whole = source_over(make(), batch_size=6, drop_last=False)
     expected = []
     for _ in range(2):
@@ -191,12 +209,20 @@ def test_batches_of_a_budget_are_the_same_with_workers_and_after_a_resume() -> N
 
 def test_lengths_come_as_a_function_or_are_counted_and_kept(tmp_path: Path) -> None:
     data, path = Documents(), tmp_path / "lengths.pt"
-    for lengths in (data.lengths.numpy(), lambda index: int(data.lengths[index]), None, path, str(path)):
+    for lengths in (
+        data.lengths.numpy(),
+        lambda index: int(data.lengths[index]),
+        None,
+        path,
+        str(path),
+    ):
         assert torch.equal(Packed(data, LENGTH, lengths).lengths, data.lengths)  # type: ignore[arg-type]
     assert torch.load(path, weights_only=True).dtype == torch.int32
     assert len(Packed([[1, 2], [3]], 4)) == 1, "documents may be their tokens"
     changed = Documents(20)
-    with pytest.raises(ValueError, match="for each of the 20 documents .* Received: .*300.* delete the file"):
+    with pytest.raises(
+        ValueError, match="for each of the 20 documents .* Received: .*300.* delete the file"
+    ):
         Packed(changed, LENGTH, path)
 
 
@@ -231,21 +257,32 @@ class Endless(IterableDataset[Any]):
             lambda: Packed([[1] * 9, [1] * 7, []], 4),
             "at most 4 tokens. Received: 2 longer ones, the longest at index 0 with 9 .*'split'",
         ),
-        (lambda: TokenBudget([[1] * 9], 4), "at most 4 tokens. Received: 1 longer ones.* raise tokens"),
+        (
+            lambda: TokenBudget([[1] * 9], 4),
+            "at most 4 tokens. Received: 1 longer ones.* raise tokens",
+        ),
         (lambda: Packed([[1]], 4, too_long="cut"), "'error' or 'split'"),
         (lambda: Packed([[1]], 4, fields=("mask",)), r"fields out of .* Received: \['mask'\]"),
         (lambda: Packed([[]], 4), "documents with tokens"),
         (lambda: Packed([[1]], 4, [1, 2]), "each of the 1 documents of list"),
         (lambda: Packed([[1]], 4, [-1]), "at least 0"),
-        (lambda: Packed([[1, 2], [3]], 4, [2, 2])[0], "document 1 to have 2 tokens, as in `lengths`"),
+        (
+            lambda: Packed([[1, 2], [3]], 4, [2, 2])[0],
+            "document 1 to have 2 tokens, as in `lengths`",
+        ),
         (
             lambda: source_over(TokenBudget([[1]], 4), batch_size=2),
             r"dataloader.batch_size=2. Set dataloader.train.batch_size to None",
         ),
-        (lambda: source_over(TokenBudget([[1]], 4), global_batch_size=2), "Received: dataloader.global_batch_size"),
+        (
+            lambda: source_over(TokenBudget([[1]], 4), global_batch_size=2),
+            "Received: dataloader.global_batch_size",
+        ),
         (lambda: source_over(packed(), batch_size=2, shuffle=True), "a Packed has its own order"),
         (
-            lambda: build_dataloader(TokenBudget([[1]], 4), {}, split="a", train=True, seed=3, canonical=True),
+            lambda: build_dataloader(
+                TokenBudget([[1]], 4), {}, split="a", train=True, seed=3, canonical=True
+            ),
             "gradient_sum='canonical'. Received: a TokenBudget",
         ),
     ],
@@ -260,27 +297,41 @@ def test_mistakes_are_named(make: Any, message: str) -> None:
 
 def test_losses_of_packed_blocks_are_those_of_single_documents() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 64}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, use_cache=False)
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "max_position_embeddings": 64,
+    }
+    config = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).double().eval()
     data = Documents(40)
     tokens = [data[index]["input_ids"] * 7 % 50 for index in range(40)]
 
     def total(**batch: Tensor) -> tuple[float, int]:
-        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits[:, :-1]
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits[
+            :, :-1
+        ]
         labels = batch["labels"][:, 1:]
-        loss = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum", ignore_index=-100)
+        loss = nn.functional.cross_entropy(
+            logits.transpose(1, 2), labels, reduction="sum", ignore_index=-100
+        )
         return float(loss), int((labels != -100).sum())
 
     with torch.no_grad():
         alone = [total(input_ids=each[None], labels=each[None]) for each in tokens if len(each) > 1]
         blocks = Packed(tokens, LENGTH)
         packs = [
-            total(**{name: value[None] for name, value in blocks[number].items()}) for number in range(len(blocks))
+            total(**{name: value[None] for name, value in blocks[number].items()})
+            for number in range(len(blocks))
         ]
         budget = TokenBudget(tokens, 64)
         batches = [total(**budget.collate(budget[number])) for number in range(len(budget))]
     expected = [sum(column) for column in zip(*alone)]
     for found in (packs, batches):
-        assert [sum(column) for column in zip(*found)] == pytest.approx(expected, rel=1e-9, abs=1e-6)
+        assert [sum(column) for column in zip(*found)] == pytest.approx(
+            expected, rel=1e-9, abs=1e-6
+        )

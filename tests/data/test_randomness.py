@@ -24,7 +24,19 @@ def draw() -> list[float]:
 
 def test_derived_seeds_are_fixed_and_distinct() -> None:
     assert derive_seed(0, "order", 1) == derive_seed(0, "order", 1)
-    parts = [(0,), (1,), ("1",), (1, 1), (11,), ("", "ab"), ("a", "b"), ("ab",), (-1,), (2**70,), ("i1:1",)]
+    parts = [
+        (0,),
+        (1,),
+        ("1",),
+        (1, 1),
+        (11,),
+        ("", "ab"),
+        ("a", "b"),
+        ("ab",),
+        (-1,),
+        (2**70,),
+        ("i1:1",),
+    ]
     assert len({derive_seed(*part) for part in parts}) == len(parts)
     assert all(0 <= derive_seed(*part) < 2**63 for part in parts)
 
@@ -35,7 +47,11 @@ def test_derived_seeds_are_fixed_and_distinct() -> None:
 
 
 def test_mixed_seeds_do_not_collide() -> None:
-    seeds = {mix_seed(derive_seed(0, "sample", epoch), index) for epoch in range(5) for index in range(20_000)}
+    seeds = {
+        mix_seed(derive_seed(0, "sample", epoch), index)
+        for epoch in range(5)
+        for index in range(20_000)
+    }
     assert len(seeds) == 100_000
 
 

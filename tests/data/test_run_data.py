@@ -85,8 +85,20 @@ def built(settings: dict[str, Any], count: int = 12) -> Any:
 @pytest.mark.parametrize(
     ("names", "settings", "trained", "evaluated", "scored"),
     [
-        ("train train_extra test val inference predict_all", {}, "train train_extra", "test val", "val"),
-        ("a b c", {"train_splits": ["b"], "evaluate_splits": ["c", "a"], "score_split": "a"}, "b", "c a", "a"),
+        (
+            "train train_extra test val inference predict_all",
+            {},
+            "train train_extra",
+            "test val",
+            "val",
+        ),
+        (
+            "a b c",
+            {"train_splits": ["b"], "evaluate_splits": ["c", "a"], "score_split": "a"},
+            "b",
+            "c a",
+            "a",
+        ),
         ("a", {"train_splits": [], "evaluate_splits": []}, "", "", None),
         ("fit test", {"train_splits": ["fit"]}, "fit", "test", "test"),
         ("fit test", {"train_splits": ["fit"], "evaluate_splits": ["fit"]}, "fit", "fit", "fit"),
@@ -151,9 +163,20 @@ def test_split_of_the_score_must_be_evaluated() -> None:
 
 
 def test_a_split_has_the_common_settings_and_its_own() -> None:
-    section = {"batch_size": 8, "num_workers": 2, "prefetch_factor": 4, "val": {"num_workers": 0}, "shuffle": None}
+    section = {
+        "batch_size": 8,
+        "num_workers": 2,
+        "prefetch_factor": 4,
+        "val": {"num_workers": 0},
+        "shuffle": None,
+    }
     data = Run("train", "val", dataloader=section).data
-    assert data.settings("train") == {"batch_size": 8, "num_workers": 2, "prefetch_factor": 4, "shuffle": None}
+    assert data.settings("train") == {
+        "batch_size": 8,
+        "num_workers": 2,
+        "prefetch_factor": 4,
+        "shuffle": None,
+    }
     assert data.settings("val") == {"batch_size": 8, "num_workers": 0}
     assert Run("train").data.settings("train") == {}
 
@@ -171,8 +194,15 @@ def test_undivided_update_follows_the_current_configuration() -> None:
 def test_an_update_of_a_given_size_is_divided_over_ranks_and_micro_batches() -> None:
     run = Run("train", "val", ranks=3, dataloader={"global_batch_size": 12}, accum_steps=2)
     division = run.data.division()
-    assert division is not None and run.data.division("val") is not None and run.data.batch_size == 2
-    assert (division.samples, division.world_size, division.micro_batches, division.micro_batch_size) == (12, 3, 2, 2)
+    assert (
+        division is not None and run.data.division("val") is not None and run.data.batch_size == 2
+    )
+    assert (
+        division.samples,
+        division.world_size,
+        division.micro_batches,
+        division.micro_batch_size,
+    ) == (12, 3, 2, 2)
 
 
 def test_micro_batch_is_reduced_only_if_its_size_is_automatic() -> None:
@@ -207,12 +237,17 @@ def test_a_run_is_as_long_as_its_shortest_loader() -> None:
         return [value, *others]
 
     run.placement.optimizer.gather_objects = gather  # type: ignore[method-assign]
-    others[:] = [({"train": 1, "train_more": 3}, mine[1], {}), ({"train": 4, "train_more": 2}, mine[1], {})]
+    others[:] = [
+        ({"train": 1, "train_more": 3}, mine[1], {}),
+        ({"train": 4, "train_more": 2}, mine[1], {}),
+    ]
     run.data.agree_lengths()
     assert run.data.lengths == {"train": 1, "train_more": 2} and run.data.updates_of_epoch == 3
     others[:] = [({"train": None, "train_more": 3}, mine[1], {})]
     run.data.agree_lengths()
-    assert run.data.lengths == {"train": None, "train_more": 3} and run.data.updates_of_epoch is None
+    assert (
+        run.data.lengths == {"train": None, "train_more": 3} and run.data.updates_of_epoch is None
+    )
 
 
 def test_a_stream_has_no_length_and_no_loader_no_updates() -> None:
@@ -250,8 +285,12 @@ def test_added_or_replaced_data_is_used_and_an_unknown_split_is_refused() -> Non
 
 def test_sampler_with_another_share_is_refused() -> None:
     dataset = points(8)
-    loader = TorchDataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, num_replicas=4, rank=1))
-    with pytest.raises(ValueError, match="Expected the sampler of split 'train' to take share 0 of 2"):
+    loader = TorchDataLoader(
+        dataset, batch_size=2, sampler=DistributedSampler(dataset, num_replicas=4, rank=1)
+    )
+    with pytest.raises(
+        ValueError, match="Expected the sampler of split 'train' to take share 0 of 2"
+    ):
         open_source(loader, split="train", rank=0, world_size=2, seed=0)
     assert open_source(loader, split="train", rank=1, world_size=4, seed=0).reads
     # A rank that reads nothing does not divide anything.
@@ -276,7 +315,8 @@ def test_changing_replica_groups_cannot_divide_a_stream() -> None:
     run.placement = replace(run.placement, replica_group=(0, 2))
     loader = StreamLoader(MemoryStore(), MemoryChannel("a stream"), 2)
     with pytest.raises(
-        ValueError, match="can redivide for split 'train'. Received: a StreamLoader.*Leave ft.enabled out"
+        ValueError,
+        match="can redivide for split 'train'. Received: a StreamLoader.*Leave ft.enabled out",
     ):
         run.data.open("train", loader)
     assert run.data.open("train", TorchDataLoader(points(8), batch_size=4)).remaining_batches() == 2
@@ -302,7 +342,9 @@ def test_replaced_dataset_may_be_closed(consumed: int) -> None:
     first.is_closed = True
     run.datasets["train"] = points(12)
     if consumed:
-        with pytest.raises(ValueError, match=r"to stay as it is within a pass\. Received: another dataset"):
+        with pytest.raises(
+            ValueError, match=r"to stay as it is within a pass\. Received: another dataset"
+        ):
             run.data.of("train")
     else:
         assert run.data.of("train").remaining_batches() == 6

@@ -88,23 +88,33 @@ def generator() -> torch.Generator:
 
 SAMPLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "weighted, generator": lambda data: {
-        "sampler": WeightedRandomSampler(torch.rand(LENGTH, generator=generator()).tolist(), 18, generator=generator())
+        "sampler": WeightedRandomSampler(
+            torch.rand(LENGTH, generator=generator()).tolist(), 18, generator=generator()
+        )
     },
-    "distributed": lambda data: {"sampler": DistributedSampler(data, num_replicas=2, rank=1, seed=2)},
-    "distributed, stateful": lambda data: {"sampler": StatefulDistributedSampler(data, num_replicas=2, rank=1)},
+    "distributed": lambda data: {
+        "sampler": DistributedSampler(data, num_replicas=2, rank=1, seed=2)
+    },
+    "distributed, stateful": lambda data: {
+        "sampler": StatefulDistributedSampler(data, num_replicas=2, rank=1)
+    },
     "in place": lambda data: {"sampler": InPlace()},
     "counts passes": lambda data: {"sampler": CountsPasses()},
     "holds a NumPy generator": lambda data: {"sampler": Holds(numpy.random.default_rng(3))},
     "a list": lambda data: {"sampler": [5, 3, 1, 8, 9, 2, 5, 5, 0]},
     "batches with replacement": lambda data: {
-        "batch_sampler": BatchSampler(RandomSampler(data, replacement=True, generator=generator()), 4, False)
+        "batch_sampler": BatchSampler(
+            RandomSampler(data, replacement=True, generator=generator()), 4, False
+        )
     },
     "buckets": lambda data: {"batch_sampler": Buckets()},
 }
 
 
 def built(data: Any, rank: int = 0, world_size: int = 1, **settings: Any) -> Any:
-    return build_dataloader(data, settings, split="train", train=True, seed=3, rank=rank, world_size=world_size)
+    return build_dataloader(
+        data, settings, split="train", train=True, seed=3, rank=rank, world_size=world_size
+    )
 
 
 def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
@@ -112,7 +122,9 @@ def source_of(name: str, kind: str, **settings: Any) -> BatchSource:
     options = {**SAMPLERS[name](data), **settings}
     if "sampler" in options:
         options["batch_size"] = 4
-    loader = {"built": built, "torch": TorchDataLoader, "stateful": stateful_loader}[kind](data, **options)
+    loader = {"built": built, "torch": TorchDataLoader, "stateful": stateful_loader}[kind](
+        data, **options
+    )
     return open_source(loader, split="train", seed=3, **share_of(loader))
 
 
@@ -137,7 +149,11 @@ def test_a_sampler_without_an_end() -> None:
                 yield random.randrange(LENGTH)
 
     def make() -> BatchSource:
-        return open_source(TorchDataLoader(Augmented(LENGTH), batch_size=4, sampler=Forever()), split="train", seed=3)  # type: ignore[arg-type]
+        return open_source(
+            TorchDataLoader(Augmented(LENGTH), batch_size=4, sampler=Forever()),
+            split="train",
+            seed=3,
+        )  # type: ignore[arg-type]
 
     check_resume(make, 40, [25])
     source = make()
@@ -160,7 +176,10 @@ def test_a_sampler_of_another_length_is_refused() -> None:
     first = source_of("weighted, generator", "built")
     drain(first, 2)
     loader = built(Augmented(LENGTH), batch_size=4, sampler=SubsetRandomSampler(range(9)))
-    with pytest.raises(ValueError, match=r"'train' to have the length 18.*Received: SubsetRandomSampler of length 9"):
+    with pytest.raises(
+        ValueError,
+        match=r"'train' to have the length 18.*Received: SubsetRandomSampler of length 9",
+    ):
         open_source(loader, split="train", seed=3).load_state_dict(first.state_dict())
 
 
@@ -168,7 +187,9 @@ def test_sampler_without_a_repeatable_order_is_refused() -> None:
     order = [1, 2, 3, 4, 5, 6, 7, 8]
 
     def make() -> BatchSource:
-        loader = TorchDataLoader(Augmented(LENGTH), batch_size=2, sampler=(index for index in order))  # type: ignore[arg-type]
+        loader = TorchDataLoader(
+            Augmented(LENGTH), batch_size=2, sampler=(index for index in order)
+        )  # type: ignore[arg-type]
         return open_source(loader, split="train", seed=3)
 
     first = make()
@@ -176,7 +197,10 @@ def test_sampler_without_a_repeatable_order_is_refused() -> None:
     order.reverse()
     second = make()
     second.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"to give the 2 batches of epoch 0 again.*Received: others from BatchSampler"):
+    with pytest.raises(
+        ValueError,
+        match=r"to give the 2 batches of epoch 0 again.*Received: others from BatchSampler",
+    ):
         drain(second)
 
 
@@ -192,14 +216,17 @@ class CountsInSilence(CountsPasses):
 
 def test_silently_changing_sampler_is_refused_within_a_later_epoch() -> None:
     def make() -> BatchSource:
-        return open_source(TorchDataLoader(Augmented(LENGTH), 4, sampler=CountsInSilence()), split="train", seed=3)  # type: ignore[arg-type]
+        return open_source(
+            TorchDataLoader(Augmented(LENGTH), 4, sampler=CountsInSilence()), split="train", seed=3
+        )  # type: ignore[arg-type]
 
     first = make()
     read(first, 8)  # six batches of the first pass, and two of the next
     second = make()
     second.load_state_dict(first.state_dict())
     with pytest.raises(
-        ValueError, match=r"epoch 1 again.*Define set_epoch\(epoch\) on it.*or state_dict and load_state_dict"
+        ValueError,
+        match=r"epoch 1 again.*Define set_epoch\(epoch\) on it.*or state_dict and load_state_dict",
     ):
         drain(second)
 

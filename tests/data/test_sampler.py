@@ -12,7 +12,9 @@ from support.datasets import reference_batches
 from danling.data import Division, PositionedBatchSampler, Share
 
 
-def make(length: int, batch_size: int, world: int, rank: int, **settings: Any) -> PositionedBatchSampler:
+def make(
+    length: int, batch_size: int, world: int, rank: int, **settings: Any
+) -> PositionedBatchSampler:
     share = Share(seed=settings.pop("seed", 0), rank=rank, world_size=world)
     return PositionedBatchSampler(length, share, Division.of_batches(batch_size, world), **settings)
 
@@ -35,17 +37,32 @@ def test_equals_a_naive_reference(pad: bool, drop_last: bool, shuffle: bool) -> 
         if drop_last:
             expected = expected[: length // (batch_size * world)]
         for rank in range(world):
-            sampler = make(length, batch_size, world, rank, shuffle=shuffle, drop_last=drop_last, pad=pad, seed=3)
+            sampler = make(
+                length,
+                batch_size,
+                world,
+                rank,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                pad=pad,
+                seed=3,
+            )
             sampler.epoch = 2
             mine = [parts[rank] for parts in expected if parts[rank]]
             assert indices(sampler) == mine and len(sampler) == len(mine)
             assert all(key.epoch == 2 for key in sampler)
             for sampler.consumed in range(length):
-                assert sampler.remaining_batches() == len(indices(sampler)) == len(counts_of(sampler))
+                assert (
+                    sampler.remaining_batches() == len(indices(sampler)) == len(counts_of(sampler))
+                )
 
 
 def test_order_depends_on_seed_and_epoch() -> None:
-    made = [make(50, 1, 1, 0, shuffle=True, seed=seed).order(epoch) for seed in (0, 1) for epoch in (0, 1)]
+    made = [
+        make(50, 1, 1, 0, shuffle=True, seed=seed).order(epoch)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    ]
     orders = {tuple(order.indices(0, 50)) for order in made}
     assert len(orders) == 4
     assert all(sorted(order) == list(range(50)) for order in orders)
@@ -59,8 +76,15 @@ def test_changing_world_and_batch_size_keeps_the_global_order() -> None:
         expected = make(length, 1, 1, 0, shuffle=True, seed=5).order(3).indices(0, length)
         consumed, seen = 0, []
         while consumed < length:
-            world, batch_size, updates = walk.choice([1, 2, 3, 4]), walk.choice([1, 2, 5]), walk.randrange(1, 4)
-            samplers = [make(length, batch_size, world, r, shuffle=True, seed=5, pad=True) for r in range(world)]
+            world, batch_size, updates = (
+                walk.choice([1, 2, 3, 4]),
+                walk.choice([1, 2, 5]),
+                walk.randrange(1, 4),
+            )
+            samplers = [
+                make(length, batch_size, world, r, shuffle=True, seed=5, pad=True)
+                for r in range(world)
+            ]
             for sampler in samplers:
                 sampler.epoch, sampler.consumed = 3, consumed
             streams = [list(zip(sampler, counts_of(sampler), strict=True)) for sampler in samplers]
@@ -105,10 +129,14 @@ def test_every_sample_goes_to_one_micro_batch_of_one_rank() -> None:
         assert list(itertools.chain.from_iterable(taken)) == list(range(samples))
         shares = [sum(size for _, size in cut) for cut in cuts]
         assert max(shares) - min(shares) <= 1
-        assert division.totals(samples) == [sum(cut[i][1] for cut in cuts) for i in range(len(cuts[0]))]
+        assert division.totals(samples) == [
+            sum(cut[i][1] for cut in cuts) for i in range(len(cuts[0]))
+        ]
         most = max(size for cut in cuts for _, size in cut)
         assert most == division.largest(samples) <= min(held or most, division.micro_batch_size)
-        assert all(any(cut[i][1] for cut in cuts) for i in range(len(cuts[0]))), "no micro-batch without a sample"
+        assert all(any(cut[i][1] for cut in cuts) for i in range(len(cuts[0]))), (
+            "no micro-batch without a sample"
+        )
 
 
 def test_as_many_micro_batches_as_asked_for() -> None:
@@ -116,7 +144,9 @@ def test_as_many_micro_batches_as_asked_for() -> None:
     # The last update of an epoch is cut into pieces no larger than those of the others, and into no more than it needs.
     assert divide(64, 1, 4, None).cut(20, 0) == [(0, 10), (10, 10)]
     assert divide(64, 2, 1, 16).count(64) == 2
-    assert divide(5, 4, 3, None).micro_batches == 2, "a micro-batch without a sample on any rank has no use"
+    assert divide(5, 4, 3, None).micro_batches == 2, (
+        "a micro-batch without a sample on any rank has no use"
+    )
 
 
 def test_less_at_once() -> None:
@@ -131,7 +161,8 @@ def test_less_at_once() -> None:
 
 def test_fewer_samples_than_ranks_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"global_batch_size to be at least the number of ranks .*, 4\. Received: .*=3\."
+        ValueError,
+        match=r"global_batch_size to be at least the number of ranks .*, 4\. Received: .*=3\.",
     ):
         divide(3, 4, 1, None)
 
@@ -142,9 +173,14 @@ def test_even() -> None:
     assert not divide(13, 2, 1, None).is_even
 
 
-def samplers(length: int, division: Division, world_size: int, **settings: Any) -> list[PositionedBatchSampler]:
+def samplers(
+    length: int, division: Division, world_size: int, **settings: Any
+) -> list[PositionedBatchSampler]:
     shares = [Share(seed=5, rank=rank, world_size=world_size) for rank in range(world_size)]
-    return [PositionedBatchSampler(length, share, division, **{"shuffle": True, **settings}) for share in shares]
+    return [
+        PositionedBatchSampler(length, share, division, **{"shuffle": True, **settings})
+        for share in shares
+    ]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -154,10 +190,15 @@ def test_updates_have_the_same_samples_at_any_world_size(drop_last: bool) -> Non
         whole = samplers(length, divide(8, 1, 1, None), 1, drop_last=drop_last)[0]
         expected = [set(key.indices) for key in whole]
         assert len(expected) == len(whole)
-        consumed, worlds = 0, itertools.cycle([(2, 1, None), (1, 3, None), (3, 1, 1), (4, 2, None), (8, 1, None)])
+        consumed, worlds = (
+            0,
+            itertools.cycle([(2, 1, None), (1, 3, None), (3, 1, 1), (4, 2, None), (8, 1, None)]),
+        )
         for update in expected:
             world_size, accum_steps, held = next(worlds)
-            own = samplers(length, divide(8, world_size, accum_steps, held), world_size, drop_last=drop_last)
+            own = samplers(
+                length, divide(8, world_size, accum_steps, held), world_size, drop_last=drop_last
+            )
             for sampler in own:
                 sampler.consumed = consumed
             seen: set[int] = set()
@@ -181,7 +222,10 @@ def test_updates_have_the_same_samples_at_any_world_size(drop_last: bool) -> Non
 def test_every_rank_makes_equally_many_batches() -> None:
     for of in DIVISIONS:
         own = samplers(17, divide(*of), of[1], drop_last=False) if of[0] <= 17 else []
-        lengths = {(len(s), len(list(s)), len(list(s.batches(itertools.repeat(None)))), s.is_even()) for s in own}
+        lengths = {
+            (len(s), len(list(s)), len(list(s.batches(itertools.repeat(None)))), s.is_even())
+            for s in own
+        }
         assert len(lengths) == 1
         assert len(set(lengths.pop()[:3])) == 1
 
@@ -192,5 +236,7 @@ def test_a_part_of_an_update_is_no_position() -> None:
         sampler.advance(batches)
         assert sampler.consumed == consumed
     sampler.set_epoch(1)
-    with pytest.raises(ValueError, match=r"Expected the batches of whole updates, 4 of each rank\. Received: 3\."):
+    with pytest.raises(
+        ValueError, match=r"Expected the batches of whole updates, 4 of each rank\. Received: 3\."
+    ):
         sampler.advance(3)

@@ -57,10 +57,18 @@ class Loader(TorchDataLoader[Any]):
 
 SHARES: dict[str, Any] = {
     "sampler": lambda data, sampler: TorchDataLoader(data, batch_size=4, sampler=sampler),
-    "batches": lambda data, sampler: TorchDataLoader(data, batch_sampler=BatchSampler(sampler, 4, False)),
-    "batches of its own": lambda data, sampler: TorchDataLoader(data, batch_sampler=InBatches(sampler)),
-    "batches in a loader": lambda data, sampler: Loader(data, batch_sampler=BatchSampler(sampler, 4, False)),
-    "built": lambda data, sampler: source_over(data, sampler.rank, 2, batch_size=4, sampler=sampler).loader,
+    "batches": lambda data, sampler: TorchDataLoader(
+        data, batch_sampler=BatchSampler(sampler, 4, False)
+    ),
+    "batches of its own": lambda data, sampler: TorchDataLoader(
+        data, batch_sampler=InBatches(sampler)
+    ),
+    "batches in a loader": lambda data, sampler: Loader(
+        data, batch_sampler=BatchSampler(sampler, 4, False)
+    ),
+    "built": lambda data, sampler: (
+        source_over(data, sampler.rank, 2, batch_size=4, sampler=sampler).loader
+    ),
 }
 
 
@@ -90,7 +98,9 @@ def test_a_counted_loader_is_read_again_and_says_so_once(caplog: pytest.LogCaptu
     assert "'extra' (list) cannot be positioned: its first 2 batches" in record.getMessage()
     shrunk = source_of([1])
     shrunk.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"split 'train' to have at least 2 batches.*Received: 1 batches"):
+    with pytest.raises(
+        ValueError, match=r"split 'train' to have at least 2 batches.*Received: 1 batches"
+    ):
         drain(shrunk)
 
 
@@ -106,7 +116,9 @@ def test_counted_and_stateful_refuse_another_world_within_a_pass() -> None:
 
 def test_another_kind_of_loader_is_refused() -> None:
     state = source_of([1]).state_dict()
-    with pytest.raises(ValueError, match=r"kind 'position' for split 'train'.*Received: kind='counted'"):
+    with pytest.raises(
+        ValueError, match=r"kind 'position' for split 'train'.*Received: kind='counted'"
+    ):
         source_of(DataLoader(Augmented(3), Share())).load_state_dict(state)
 
 
@@ -115,7 +127,9 @@ def test_another_number_of_workers_of_a_stateful_loader_is_refused_by_name() -> 
     drain(first, 1)
     state = first.state_dict()
     first.close()
-    with pytest.raises(ValueError, match=r"Expected num_workers=2 .*split 'train'.*Received: num_workers=0"):
+    with pytest.raises(
+        ValueError, match=r"Expected num_workers=2 .*split 'train'.*Received: num_workers=0"
+    ):
         source_of(stateful_loader(Stream(8))).load_state_dict(state)
 
 
@@ -133,7 +147,10 @@ def test_going_on_in_the_same_process_reads_nothing_twice() -> None:
 def test_unused_prefetched_batches_are_read_again_if_possible(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for loader, rest in (([0, 1, 2, 3], [1, 2, 3]), (stateful_loader(Stream(4), batch_size=None), [2, 3])):
+    for loader, rest in (
+        ([0, 1, 2, 3], [1, 2, 3]),
+        (stateful_loader(Stream(4), batch_size=None), [2, 3]),
+    ):
         source = source_of(loader)
         iterator = source.batches()
         source.commit([next(iterator)])
@@ -166,7 +183,9 @@ def test_set_epoch_reaches_every_holder() -> None:
     for _ in range(2):
         drain(source)
         source.finish_pass()
-    assert [holder.epochs for holder in (loader, loader.sampler, loader.batch_sampler, loader.dataset)] == [[0, 1]] * 4
+    assert [
+        holder.epochs for holder in (loader, loader.sampler, loader.batch_sampler, loader.dataset)
+    ] == [[0, 1]] * 4
 
 
 def test_exhausted_iterator_is_refused() -> None:
@@ -203,7 +222,9 @@ def test_lengths_and_evenness() -> None:
     assert source_of(stateful_loader(Stream(4))).remaining_batches() is None
     assert source_of([1], world_size=1).even and not source_of([1], world_size=2).even
     assert not source_of(TorchDataLoader(data), world_size=2).even
-    with pytest.raises(ValueError, match=r"split 'train' to be iterable\. Received: loader=3 \(int\)"):
+    with pytest.raises(
+        ValueError, match=r"split 'train' to be iterable\. Received: loader=3 \(int\)"
+    ):
         source_of(3)
 
 
@@ -215,8 +236,15 @@ class Bucketed(BatchSampler):
 def test_ranks_are_known_to_end_together_only_without_own_division(kind: Any) -> None:
     data = Augmented(LENGTH)
     divided = DistributedSampler(data, num_replicas=2, rank=1)
-    for batches, even in ((BatchSampler(divided, 4, False), True), (Bucketed(divided, 4, False), False)):
-        own = source_over(data, 1, 2, batch_sampler=batches) if kind == "built" else kind(data, batch_sampler=batches)
+    for batches, even in (
+        (BatchSampler(divided, 4, False), True),
+        (Bucketed(divided, 4, False), False),
+    ):
+        own = (
+            source_over(data, 1, 2, batch_sampler=batches)
+            if kind == "built"
+            else kind(data, batch_sampler=batches)
+        )
         assert (own if kind == "built" else source_of(own, rank=1, world_size=2)).even == even
 
 
@@ -309,7 +337,9 @@ class Means(TorchRunner):
         super().__init__({"dir": directory, "epochs": 1, "log": False, "seed": 1})
         self.model, self.count = nn.Linear(1, 1), 0
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.dataloaders["train"] = ENDLESS[kind](self.rank if rank_of_sampler is None else rank_of_sampler)
+        self.dataloaders["train"] = ENDLESS[kind](
+            self.rank if rank_of_sampler is None else rank_of_sampler
+        )
 
     def train_step(self, data: Any) -> Any:
         loss = self.model(data[:, :1].float()).mean()

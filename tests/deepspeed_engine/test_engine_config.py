@@ -20,7 +20,9 @@ def config_of(given: dict[str, Any], **changes: Any) -> dict[str, Any]:
         batch_size=4,
         accum_steps=3,
         data_domain=SimpleNamespace(size=2),
-        config=RunnerConfig({"max_grad_norm": 1.0, **{k: v for k, v in changes.items() if k not in keys}}),
+        config=RunnerConfig(
+            {"max_grad_norm": 1.0, **{k: v for k, v in changes.items() if k not in keys}}
+        ),
         optimizer=None,
         scheduler=None,
         device=torch.device("cpu"),
@@ -34,16 +36,26 @@ def test_sizes_are_derived_and_clipping_stays_with_the_runner() -> None:
     assert found["train_micro_batch_size_per_gpu"] == 4
     assert found["gradient_accumulation_steps"] == 3
     assert found["train_batch_size"] == 24
-    assert found["gradient_clipping"] == 0.0 == config_of({"gradient_clipping": 1.0})["gradient_clipping"]
+    assert (
+        found["gradient_clipping"]
+        == 0.0
+        == config_of({"gradient_clipping": 1.0})["gradient_clipping"]
+    )
     assert zero_stage(found) == 0
 
 
 def test_given_settings_pass_through() -> None:
-    given = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "comms_logger": {"enabled": True}}
+    given = {
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+        "comms_logger": {"enabled": True},
+    }
     found = config_of(given)
     assert found["zero_optimization"] == given["zero_optimization"]
     assert found["comms_logger"] == {"enabled": True}
-    assert given == {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "comms_logger": {"enabled": True}}
+    assert given == {
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+        "comms_logger": {"enabled": True},
+    }
 
 
 def test_agreeing_and_automatic_values_are_fine() -> None:
@@ -65,9 +77,17 @@ def test_agreeing_and_automatic_values_are_fine() -> None:
         ({"gradient_accumulation_steps": 2}, {}, "accum_steps"),
         ({"train_batch_size": 16}, {}, "accum_steps"),
         ({"gradient_clipping": 0.5}, {}, "max_grad_norm"),
-        ({"optimizer": {"type": "AdamW"}}, {"optimizer": [], "optim": {"type": "sgd"}}, "optim.type"),
+        (
+            {"optimizer": {"type": "AdamW"}},
+            {"optimizer": [], "optim": {"type": "sgd"}},
+            "optim.type",
+        ),
         ({"optimizer": {"type": "AdamW"}}, {"optimizer": []}, "self.optimizer"),
-        ({"scheduler": {"type": "WarmupLR"}}, {"optim": {"type": "sgd"}, "scheduler": []}, "self.scheduler"),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            {"optim": {"type": "sgd"}, "scheduler": []},
+            "self.scheduler",
+        ),
         ({"fp16": {"enabled": True}}, {"precision": "bf16"}, "precision"),
         ({"torch_autocast": {"enabled": True}}, {}, "precision"),
         ({"bf16": {"enabled": True}}, {"precision": "float16"}, "precision"),
@@ -76,7 +96,9 @@ def test_agreeing_and_automatic_values_are_fine() -> None:
         ({"zero_optimization": True}, {}, "to be a section"),
     ],
 )
-def test_a_contradiction_names_both_keys(given: dict[str, Any], changes: dict[str, Any], own: str) -> None:
+def test_a_contradiction_names_both_keys(
+    given: dict[str, Any], changes: dict[str, Any], own: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         config_of(given, **changes)
     assert f"deepspeed.{next(iter(given))}" in str(caught.value)

@@ -10,7 +10,11 @@ from support.stacks import needs_deepspeed
 
 from danling.deepspeed.engine_config import check_keys
 
-BASE = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2, "gradient_accumulation_steps": 1}
+BASE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+}
 
 WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"foo": 1}, ["deepspeed.foo", "ignore"]),
@@ -28,21 +32,39 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"bf16": {"enabledd": True}}, ["deepspeed.bf16.enabledd"]),
     ({"optimizer": {"type": "AdamW", "paramz": {}}}, ["deepspeed.optimizer.paramz", "'params'"]),
     ({"scheduler": {"typ": "WarmupLR"}}, ["deepspeed.scheduler.typ", "'type'"]),
-    ({"data_types": {"grad_acum_dtype": "fp32"}}, ["deepspeed.data_types.grad_acum_dtype", "'grad_accum_dtype'"]),
+    (
+        {"data_types": {"grad_acum_dtype": "fp32"}},
+        ["deepspeed.data_types.grad_acum_dtype", "'grad_accum_dtype'"],
+    ),
     ({"tensorboard": {"enabld": True}}, ["deepspeed.tensorboard.enabld"]),
     ({"steps_per_print": 10, "wall_clock_breakdwn": True}, ["'wall_clock_breakdown'"]),
 ]
 
 RIGHT: list[dict[str, Any]] = [
     {},
-    {"zero_optimization": {"stage": 3, "overlap_comm": False, "offload_param": {"device": "cpu", "pin_memory": False}}},
-    {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "betas": [0.9, 0.95]}}},
+    {
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": False,
+            "offload_param": {"device": "cpu", "pin_memory": False},
+        }
+    },
+    {
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "torch_adam": True, "betas": [0.9, 0.95]},
+        }
+    },
     {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}},
     {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False}},
     {"flops_profiler": {"enabled": False, "profile_step": 2}, "comms_logger": {"enabled": False}},
     {"aio": {"block_size": 1048576}, "checkpoint": {"tag_validation": "Warn"}, "dump_state": False},
-    {"communication_data_type": "fp32", "prescale_gradients": False, "gradient_predivide_factor": 1.0},
+    {
+        "communication_data_type": "fp32",
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+    },
 ]
 
 

@@ -13,7 +13,9 @@ from danling.deepspeed.preparation import EnginePreparation, check_trainable
 from danling.distributed import LocalDomain
 
 
-@pytest.mark.parametrize(("mode", "number"), [(None, 0), ("disabled", 0), ("async", 1), ("async_with_pinned_mem", 1)])
+@pytest.mark.parametrize(
+    ("mode", "number"), [(None, 0), ("disabled", 0), ("async", 1), ("async_with_pinned_mem", 1)]
+)
 def test_an_asynchronous_save_has_no_effect(mode: str | None, number: int) -> None:
     config = SimpleNamespace(checkpoint=SimpleNamespace(async_mode=mode))
     runner: Any = SimpleNamespace(world=LocalDomain(), stack="deepspeed", config=config)
@@ -24,7 +26,12 @@ def test_an_asynchronous_save_has_no_effect(mode: str | None, number: int) -> No
 
 def test_settings_impossible_for_an_engine_are_refused() -> None:
     model = nn.Linear(2, 2)
-    for criterion in (None, nn.CrossEntropyLoss(), nn.PReLU().requires_grad_(False), nn.functional.mse_loss):
+    for criterion in (
+        None,
+        nn.CrossEntropyLoss(),
+        nn.PReLU().requires_grad_(False),
+        nn.functional.mse_loss,
+    ):
         check_trainable(model, criterion, None, 1)
     muon = torch.optim.Muon(nn.Linear(2, 2, bias=False).parameters(), lr=0.1)
     check_trainable(model, None, muon, 0)
@@ -35,7 +42,9 @@ def test_settings_impossible_for_an_engine_are_refused() -> None:
     ]
     turns = nn.ParameterList([torch.ones(2, dtype=torch.complex64)])
     refused.append((turns, None, None, "complex ones in 0"))
-    refused.append((nn.ParameterList([torch.tensor(1.0)]), None, None, "those without one .* Received: 0"))
+    refused.append(
+        (nn.ParameterList([torch.tensor(1.0)]), None, None, "those without one .* Received: 0")
+    )
     for wrong, criterion, optimizer, message in refused:
         with pytest.raises(ValueError, match=message):
             check_trainable(wrong, criterion, optimizer, 1, ranks=2)

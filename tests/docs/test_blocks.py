@@ -76,22 +76,43 @@ class Page:
     def run_diff(self, block: Block) -> None:
         said = []
         for other in "+-":
-            code = "".join(line[1:] or "\n" for line in block.code.splitlines(True) if not line.startswith(other))
+            code = "".join(
+                line[1:] or "\n"
+                for line in block.code.splitlines(True)
+                if not line.startswith(other)
+            )
             if all(map(importlib.util.find_spec, imported(code))):
                 printed = io.StringIO()
                 with contextlib.redirect_stdout(printed):
-                    exec(compile(code, f"{self.page}:{block.line}", "exec"), {"__name__": "__page__"})
+                    exec(
+                        compile(code, f"{self.page}:{block.line}", "exec"), {"__name__": "__page__"}
+                    )
                 said.append(printed.getvalue())
         self.output = said[-1]
-        assert len({text.splitlines()[-1] for text in said}) == 1, f"{self.page}:{block.line}: {said}"
+        assert len({text.splitlines()[-1] for text in said}) == 1, (
+            f"{self.page}:{block.line}: {said}"
+        )
 
     def run_bash(self, block: Block, *, raises: bool) -> None:
         # torchrun without a rendezvous of its own takes port 29500, which another test may have at this moment.
-        environment = {**os.environ, **variables(), "PATH": self.search, "PET_MASTER_PORT": str(free_port())}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {
+            **os.environ,
+            **variables(),
+            "PATH": self.search,
+            "PET_MASTER_PORT": str(free_port()),
+        }
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        )
         # One shell to the reader: where a block finds its programs, the next one does.
         said = Path(".search").resolve()
-        command = ["bash", "-euo", "pipefail", "-c", f"trap 'printf %s \"$PATH\" > {said}' EXIT\n{block.code}"]
+        command = [
+            "bash",
+            "-euo",
+            "pipefail",
+            "-c",
+            f"trap 'printf %s \"$PATH\" > {said}' EXIT\n{block.code}",
+        ]
         # What it leaves in the background ends with it, and does not keep its output open.
         with Job(command, environment=environment) as job:
             code, self.output = job.wait(200.0)
@@ -103,7 +124,9 @@ class Page:
         where = f"{self.page}:{block.line}"
         if block.title == "output":
             missing = prints(block.code, self.output)
-            assert missing is None, f"{where}: expected the line {missing!r}. Received:\n{self.output}"
+            assert missing is None, (
+                f"{where}: expected the line {missing!r}. Received:\n{self.output}"
+            )
         elif block.title == "error":
             text = f"{type(self.error).__name__}: {self.error}"
             assert matches(block.code, text), f"{where}: expected\n{block.code}\nReceived: {text}"
@@ -115,12 +138,15 @@ def imported(code: str) -> set[str]:
     names = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
     return {
         name.partition(".")[0]
-        for name in names + [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        for name in names
+        + [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     }
 
 
 def activates(page: Path) -> bool:
-    return any(".venv/bin/activate" in block.code for block in blocks_of(page) if block.language == "bash")
+    return any(
+        ".venv/bin/activate" in block.code for block in blocks_of(page) if block.language == "bash"
+    )
 
 
 def search_path(*, activated: bool) -> str:
@@ -194,14 +220,20 @@ def test_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_keeps_to_the_conventions(page: Path) -> None:
     blocks = blocks_of(page)
-    commands = "\n".join(block.code for block in blocks if block.language in RUN and not block.title)
+    commands = "\n".join(
+        block.code for block in blocks if block.language in RUN and not block.title
+    )
     assert "pip install" not in commands, f"{page.name}: a page that is run installs nothing"
     for block in blocks:
         where = f"{page.name}:{block.line}"
-        assert block.language in RUN | READ, f"{where}: {block.language!r} is neither run nor marked as for reading"
+        assert block.language in RUN | READ, (
+            f"{where}: {block.language!r} is neither run nor marked as for reading"
+        )
         if block.language in RUN and block.title:
             name = Path(block.title).stem
-            assert re.search(rf"\b{name}\b", commands), f"{where}: no block of the page uses {block.title}"
+            assert re.search(rf"\b{name}\b", commands), (
+                f"{where}: no block of the page uses {block.title}"
+            )
         elif block.title:
             assert block.title in TITLES, f"{where}: {block.title!r} is not a title that is checked"
 

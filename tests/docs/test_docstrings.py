@@ -58,10 +58,21 @@ def test_every_public_name_has_a_docstring(room: str) -> None:
 
 
 def _inherits_words(cls: type, member: str) -> bool:
-    return any(inspect.getdoc(base.__dict__[member]) for base in cls.__mro__ if member in base.__dict__)
+    return any(
+        inspect.getdoc(base.__dict__[member]) for base in cls.__mro__ if member in base.__dict__
+    )
 
 
-PLAIN = ("config", "data", "dataset", "evaluate_splits", "model", "modules", "split", "train_splits")
+PLAIN = (
+    "config",
+    "data",
+    "dataset",
+    "evaluate_splits",
+    "model",
+    "modules",
+    "split",
+    "train_splits",
+)
 """Arguments whose names say what they are."""
 
 
@@ -71,7 +82,15 @@ def test_every_method_of_a_runner_explains_its_arguments() -> None:
     for name, value in members_of(runner):
         if not inspect.isfunction(value):
             continue
-        takes = [name for name in inspect.signature(value).parameters if name not in ("self", "cls", *PLAIN)]
+        takes = [
+            name
+            for name in inspect.signature(value).parameters
+            if name not in ("self", "cls", *PLAIN)
+        ]
         _, _, explained = (inspect.getdoc(value) or "").partition("Args:\n")
-        unexplained += [f"{name}({argument})" for argument in takes if not re.search(rf"\*?\b{argument}:", explained)]
+        unexplained += [
+            f"{name}({argument})"
+            for argument in takes
+            if not re.search(rf"\*?\b{argument}:", explained)
+        ]
     assert unexplained == []

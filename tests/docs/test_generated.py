@@ -118,15 +118,22 @@ def test_warnings_and_texts_raised_elsewhere_are_found() -> None:
         '    logger.info("Nothing of this is on the page.")\n'
         '    return "Expected a file_name with | in it. Received: none."\n'
     )
-    assert r"| Expected a file\_name with \| in it.<br>Update <i>name</i> of <i>...</i> was skipped. |" in page
+    assert (
+        r"| Expected a file\_name with \| in it.<br>Update <i>name</i> of <i>...</i> was skipped. |"
+        in page
+    )
     assert "Nothing of this" not in page
 
 
 def test_table_of_libraries_matches_the_tests() -> None:
-    assert list_libraries.PAGE.read_text() == list_libraries.page(), "run python scripts/list_libraries.py"
+    assert list_libraries.PAGE.read_text() == list_libraries.page(), (
+        "run python scripts/list_libraries.py"
+    )
 
 
-@pytest.mark.parametrize("library", sorted({row["Library"] for row in list_libraries.declared().values()}))
+@pytest.mark.parametrize(
+    "library", sorted({row["Library"] for row in list_libraries.declared().values()})
+)
 def test_installed_version_is_the_pinned_one(library: str) -> None:
     try:
         found = metadata.version(library)

@@ -34,7 +34,9 @@ def test_job_replaces_a_stopped_pod() -> None:
         "values": [EXIT_CODES["terminate"]],
     }
     assert SPEC["terminationGracePeriodSeconds"] > 30
-    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {volume["name"] for volume in SPEC["volumes"]}
+    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {
+        volume["name"] for volume in SPEC["volumes"]
+    }
 
 
 def test_the_arguments_of_the_container_are_settings() -> None:
@@ -42,19 +44,26 @@ def test_the_arguments_of_the_container_are_settings() -> None:
     config = dl.RunnerConfig(epochs=1)
     config.parse(CONTAINER["args"])
     assert config.auto_resume is True and config.dir == "/storage/run"
-    assert str(config.checkpoint.remote.url).startswith("s3://") and config.checkpoint.remote.required is True
+    assert (
+        str(config.checkpoint.remote.url).startswith("s3://")
+        and config.checkpoint.remote.required is True
+    )
 
 
 def probe(file: Path) -> int:
     """Run the liveness probe on a file."""
     python, *rest = CONTAINER["livenessProbe"]["exec"]["command"]
     assert python == "python" and str(rest).count("/storage/run/progress.json") == 1
-    command = [sys.executable, *(word.replace("/storage/run/progress.json", str(file)) for word in rest)]
+    command = [
+        sys.executable,
+        *(word.replace("/storage/run/progress.json", str(file)) for word in rest),
+    ]
     return subprocess.run(command, capture_output=True).returncode
 
 
 @pytest.mark.parametrize(
-    "state", ["starting", "running", "evaluating", "saving", "stopping", "stopped", "done", "failed"]
+    "state",
+    ["starting", "running", "evaluating", "saving", "stopping", "stopped", "done", "failed"],
 )
 def test_probe_fails_without_progress(tmp_path: Path, state: str) -> None:
     with Small(settings(tmp_path, epochs=1)) as runner:
@@ -74,5 +83,7 @@ def test_the_page_lists_the_keys_of_the_file(tmp_path: Path) -> None:
     written: dict[str, Any] = json.loads((tmp_path / "progress.json").read_text())
     (example,) = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL))
     assert list(example) == list(written)
-    rows = re.findall(r"^\| (`.*?) \|", PAGE.partition("| key |")[2].partition("| state |")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`.*?) \|", PAGE.partition("| key |")[2].partition("| state |")[0], re.MULTILINE
+    )
     assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(written)

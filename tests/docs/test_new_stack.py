@@ -38,14 +38,18 @@ def changed(root: Path) -> tuple[set[str], dict[str, Tensor]]:
             self.datasets = {"train": TensorDataset(torch.randn(8, 3), torch.randn(8, 3))}
 
     optim = {"type": "adamw", "lr": 0.1, "weight_decay": 0.1}
-    with Toy({"steps": 2, "seed": 1, "dir": str(root), "dataloader": {"batch_size": 2}, "optim": optim}) as runner:
+    with Toy(
+        {"steps": 2, "seed": 1, "dir": str(root), "dataloader": {"batch_size": 2}, "optim": optim}
+    ) as runner:
         before = {name: value.clone() for name, value in runner.model.state_dict().items()}
         runner.train()
         after = runner.model.state_dict()
         return {name for name in before if not before[name].equal(after[name])}, after
 
 
-def test_parameter_unused_on_all_ranks_stays_and_one_used_on_a_rank_is_trained_on_all(tmp_path: Path) -> None:
+def test_parameter_unused_on_all_ranks_stays_and_one_used_on_a_rank_is_trained_on_all(
+    tmp_path: Path,
+) -> None:
     (names, weights), (_, others) = run_processes(changed, tmp_path, world_size=2, timeout=60)
     assert names == {"first.weight", "first.bias", "extra.weight", "extra.bias"}
     assert all(weights[name].equal(others[name]) for name in weights)

@@ -27,7 +27,9 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
                 albumentations.RandomCrop(6, 6),
                 albumentations.HorizontalFlip(p=0.5),
                 albumentations.GaussNoise(p=1.0),
-                albumentations.OneOf([albumentations.RandomBrightnessContrast(p=1), albumentations.RandomGamma(p=1)]),
+                albumentations.OneOf(
+                    [albumentations.RandomBrightnessContrast(p=1), albumentations.RandomGamma(p=1)]
+                ),
             ]
         )
 
@@ -36,7 +38,9 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image = numpy.random.default_rng(index).integers(0, 255, (8, 8, 3), dtype=numpy.uint8)
-        return torch.from_numpy(self.augment(image=image)["image"]).float().flatten(), torch.zeros(1)
+        return torch.from_numpy(self.augment(image=image)["image"]).float().flatten(), torch.zeros(
+            1
+        )
 
 
 class Augmented(Seeing):

@@ -63,7 +63,9 @@ class Rows(Seeing):
     def __init__(self, config: dict[str, Any], kind: str) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
-        self.datasets = datasets.DatasetDict({"train": plain()}) if kind == "dict" else {"train": KINDS[kind]()}
+        self.datasets = (
+            datasets.DatasetDict({"train": plain()}) if kind == "dict" else {"train": KINDS[kind]()}
+        )
 
     def values(self, data: Any) -> list[float]:
         return data["input"].flatten().tolist()
@@ -78,7 +80,13 @@ class OwnLoader(Rows):
 def read_by_run(
     root: Path, kind: str, workers: int, epochs: int, stop: int | None = None, *, own: bool = False
 ) -> list[float]:
-    return seen(partial(OwnLoader if own else Rows, kind=kind), root, workers=workers, stop=stop, epochs=epochs)
+    return seen(
+        partial(OwnLoader if own else Rows, kind=kind),
+        root,
+        workers=workers,
+        stop=stop,
+        epochs=epochs,
+    )
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -92,7 +100,10 @@ def test_samples_are_those_of_the_uninterrupted_run(
     # Within a pass, at its end, within the next.
     for stop in (7, 12, 17):
         root = tmp_path / str(stop)
-        assert [*read_by_run(root, kind, workers, 2, stop), *read_by_run(root, kind, workers, 2)] == whole
+        assert [
+            *read_by_run(root, kind, workers, 2, stop),
+            *read_by_run(root, kind, workers, 2),
+        ] == whole
     if workers:
         return  # which say it in their own processes
     said = [record.getMessage() for record in caplog.records]

@@ -36,7 +36,9 @@ NUMBER = 21
 
 
 def numbers(begin: int, number: int) -> TensorDataset:
-    return TensorDataset(torch.arange(begin, begin + number).float()[:, None], torch.ones(number, 1))
+    return TensorDataset(
+        torch.arange(begin, begin + number).float()[:, None], torch.ones(number, 1)
+    )
 
 
 def doubled(samples: list[Any]) -> tuple[Tensor, ...]:
@@ -45,7 +47,9 @@ def doubled(samples: list[Any]) -> tuple[Tensor, ...]:
 
 
 class Numbers(lightning.LightningDataModule):
-    def __init__(self, root: Path | str, *, per_node: bool = True, sampler: bool = False, fails: bool = False) -> None:
+    def __init__(
+        self, root: Path | str, *, per_node: bool = True, sampler: bool = False, fails: bool = False
+    ) -> None:
         super().__init__()
         self.root, self.sampler, self.fails = Path(root), sampler, fails
         self.prepare_data_per_node = per_node
@@ -67,7 +71,12 @@ class Numbers(lightning.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         sampler = WeightedRandomSampler([1.0] * NUMBER, NUMBER) if self.sampler else None
         return DataLoader(
-            self.train, batch_size=4, shuffle=sampler is None, sampler=sampler, collate_fn=doubled, drop_last=False
+            self.train,
+            batch_size=4,
+            shuffle=sampler is None,
+            sampler=sampler,
+            collate_fn=doubled,
+            drop_last=False,
         )
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
@@ -80,7 +89,13 @@ class Numbers(lightning.LightningDataModule):
 class Training(Seeing):
     not_saved = ("evaluated",)
 
-    def __init__(self, config: dict[str, Any], root: Path | str, kind: type[Numbers] = Numbers, **options: Any) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        root: Path | str,
+        kind: type[Numbers] = Numbers,
+        **options: Any,
+    ) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
         self.datamodule = kind(root, **options)
@@ -96,18 +111,29 @@ class Training(Seeing):
 
 
 def settings(root: Path | str, **more: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {"epochs": 2, "seed": 1, "dir": f"{root}/run", "log": False, "auto_resume": True}
+    config: dict[str, Any] = {
+        "epochs": 2,
+        "seed": 1,
+        "dir": f"{root}/run",
+        "log": False,
+        "auto_resume": True,
+    }
     return {**config, "optim": {"type": "sgd", "lr": 1e-6}, **more}
 
 
 def test_the_loaders_of_a_data_module_are_taken_over(tmp_path: Path) -> None:
     with Training(settings(tmp_path), tmp_path) as runner:
         assert runner.datamodule.calls == ["fit", "test"]
-        assert (runner.train_splits, runner.evaluate_splits) == (["train"], ["val_0", "val_1", "test"])
+        assert (runner.train_splits, runner.evaluate_splits) == (
+            ["train"],
+            ["val_0", "val_1", "test"],
+        )
         runner.train()
         assert Counter(runner.seen) == {2.0 * number: 2 for number in range(NUMBER)}
         assert runner.seen[:NUMBER] != runner.seen[NUMBER:]
-        assert runner.train_state.global_step == 12  # a ragged last batch each, as the data module wants it
+        assert (
+            runner.train_state.global_step == 12
+        )  # a ragged last batch each, as the data module wants it
         runner.evaluated.clear()
         runner.evaluate("test")
         assert runner.evaluated == [300.0, 301.0, 302.0, 303.0]
@@ -116,17 +142,25 @@ def test_the_loaders_of_a_data_module_are_taken_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sampler", [False, True])
 def test_samples_are_those_of_the_uninterrupted_run(sampler: bool, tmp_path: Path) -> None:
     def read(name: str, stop: int | None = None) -> list[float]:
-        return seen(partial(Training, root=tmp_path, sampler=sampler), tmp_path / name, stop=stop, epochs=2)
+        return seen(
+            partial(Training, root=tmp_path, sampler=sampler), tmp_path / name, stop=stop, epochs=2
+        )
 
     whole = read("whole")
     assert [*read("parts", 8), *read("parts")] == whole and len(whole) == 2 * NUMBER
 
 
-@pytest.mark.parametrize(("sampler", "drop_last"), [(RandomSampler, False), (SequentialSampler, True)])
-def test_a_batch_sampler_of_torch_says_the_order_and_the_size(sampler: Any, drop_last: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sampler", "drop_last"), [(RandomSampler, False), (SequentialSampler, True)]
+)
+def test_a_batch_sampler_of_torch_says_the_order_and_the_size(
+    sampler: Any, drop_last: bool, tmp_path: Path
+) -> None:
     class Batched(Numbers):
         def train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(self.train, batch_sampler=BatchSampler(sampler(self.train), 4, drop_last))
+            return DataLoader(
+                self.train, batch_sampler=BatchSampler(sampler(self.train), 4, drop_last)
+            )
 
     with Training(settings(tmp_path, epochs=1), tmp_path, kind=Batched) as runner:
         runner.train()
@@ -149,9 +183,13 @@ def test_hooks_of_a_trainer_are_named(tmp_path: Path, caplog: pytest.LogCaptureF
             return batch
 
     dl.data.from_datamodule(Moving(tmp_path), splits=["test"])
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    (said,) = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert "on_after_batch_transfer" in said and "`to_device`" in said
-    with pytest.raises(ValueError, match=r"predict_dataloader. Received: Numbers, which has loaders for"):
+    with pytest.raises(
+        ValueError, match=r"predict_dataloader. Received: Numbers, which has loaders for"
+    ):
         dl.data.from_datamodule(Numbers(tmp_path), splits=["predict"])
 
 

@@ -68,13 +68,18 @@ def test_store_has_every_step_once_and_refused_values_are_logged(
     assert resumed.run_id == first.run_id
     run = client.get_run(first.run_id)
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
-    kept, wanted = run.data.params, {"optim.lr": "0.1", "steps": "5", "model.added": "True", "model.note": "x" * 500}
+    kept, wanted = (
+        run.data.params,
+        {"optim.lr": "0.1", "steps": "5", "model.added": "True", "model.note": "x" * 500},
+    )
     assert {name: kept[name] for name in wanted} == wanted
     assert points(client, first.run_id, "train/loss") == [(step, 1 / step) for step in range(1, 8)]
     assert points(client, first.run_id, "val/loss") == [(step, 2.0) for step in range(2, 8)]
     assert math.isnan(run.data.metrics["val/acc_5 _top_"]) and run.data.metrics["highest"] > 1e300
     fresh = opened()
-    assert fresh.run_id != first.run_id, "a run that starts from scratch must not mix with an earlier one"
+    assert fresh.run_id != first.run_id, (
+        "a run that starts from scratch must not mix with an earlier one"
+    )
     again = opened(1)
     assert again.run_id == fresh.run_id
     with sqlite3.connect(tmp_path / "store.db") as tables:
@@ -85,7 +90,12 @@ def test_store_has_every_step_once_and_refused_values_are_logged(
 
 
 def test_resumed_runner_continues_its_own_run(tmp_path: Path) -> None:
-    more = {"auto_resume": True, "lineage": "toy", "log_interval": 1, "model": {"api_key": "hidden"}}
+    more = {
+        "auto_resume": True,
+        "lineage": "toy",
+        "log_interval": 1,
+        "model": {"api_key": "hidden"},
+    }
     config = settings(tmp_path / "run?", **more, mlflow={"enabled": True})
     for steps in (4, 6):
         with Small({**config, "steps": steps}) as runner:

@@ -34,7 +34,9 @@ class Brighter(Transform):
     """A transform of arrays, made to take a dictionary."""
 
     def __init__(self) -> None:
-        self.transform = OneOf([RandAdjustContrast(prob=1.0), RandAdjustContrast(prob=1.0, gamma=(2, 3))])
+        self.transform = OneOf(
+            [RandAdjustContrast(prob=1.0), RandAdjustContrast(prob=1.0, gamma=(2, 3))]
+        )
 
     def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
         return {**data, "input": self.transform(data["input"])}
@@ -42,7 +44,8 @@ class Brighter(Transform):
 
 def scans(cached: bool) -> Any:
     rows = [
-        {"input": torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(n)), "target": 0.0} for n in range(24)
+        {"input": torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(n)), "target": 0.0}
+        for n in range(24)
     ]
     keys = ["input"]
     augment = Compose(
@@ -53,13 +56,20 @@ def scans(cached: bool) -> Any:
             Brighter(),
         ]
     )
-    return CacheDataset(rows, augment, cache_num=10, progress=False) if cached else Dataset(rows, augment)
+    return (
+        CacheDataset(rows, augment, cache_num=10, progress=False)
+        if cached
+        else Dataset(rows, augment)
+    )
 
 
 class Scans(Seeing):
     def __init__(self, config: dict[str, Any], cached: bool) -> None:
         super().__init__(config)
-        self.model, self.criterion = nn.Sequential(nn.Flatten(), nn.Linear(36, 1), nn.Flatten(0)), nn.MSELoss()
+        self.model, self.criterion = (
+            nn.Sequential(nn.Flatten(), nn.Linear(36, 1), nn.Flatten(0)),
+            nn.MSELoss(),
+        )
         self.datasets = {"train": scans(cached)}
         self.config.dataloader.collate_fn = list_data_collate
 
@@ -67,9 +77,15 @@ class Scans(Seeing):
         return [data["input"].clone()]
 
     def train_step(self, data: Any) -> Any:
-        return super().train_step({"input": data["input"].as_tensor(), "target": data["target"].float()})
+        return super().train_step(
+            {"input": data["input"].as_tensor(), "target": data["target"].float()}
+        )
 
 
-@pytest.mark.parametrize(("cached", "workers"), [(True, 0), pytest.param(False, 2, marks=pytest.mark.slow)])
-def test_augmented_samples_are_those_of_the_uninterrupted_run(cached: bool, workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cached", "workers"), [(True, 0), pytest.param(False, 2, marks=pytest.mark.slow)]
+)
+def test_augmented_samples_are_those_of_the_uninterrupted_run(
+    cached: bool, workers: int, tmp_path: Path
+) -> None:
     assert_goes_on_alike(partial(Scans, cached=cached), tmp_path, workers=workers)

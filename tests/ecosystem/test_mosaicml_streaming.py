@@ -38,7 +38,9 @@ NUMBER = 24
 def shards(tmp_path: Path) -> Iterator[Path]:
     """A directory of shards, and no shared memory left behind."""
     place = tmp_path / f"shards-{uuid.uuid4()}"
-    with streaming.MDSWriter(out=str(place), columns={"x": "float32", "y": "float32"}, size_limit=128) as writer:
+    with streaming.MDSWriter(
+        out=str(place), columns={"x": "float32", "y": "float32"}, size_limit=128
+    ) as writer:
         for number in range(NUMBER):
             writer.write({"x": float(number), "y": 0.0})
     streaming.base.util.clean_stale_shared_memory()
@@ -56,13 +58,19 @@ class Reading(Seeing):
     def __init__(self, config: dict[str, Any], place: Path, own_workers: int) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
-        self.dataloaders = {"train": streaming.StreamingDataLoader(read(place), batch_size=4, num_workers=own_workers)}
+        self.dataloaders = {
+            "train": streaming.StreamingDataLoader(
+                read(place), batch_size=4, num_workers=own_workers
+            )
+        }
 
     def values(self, data: Any) -> list[int]:
         return data["input"].flatten().int().tolist()
 
     def train_step(self, data: Any) -> Any:
-        return super().train_step({"input": data["x"].float()[:, None], "target": data["y"].float()[:, None]})
+        return super().train_step(
+            {"input": data["x"].float()[:, None], "target": data["y"].float()[:, None]}
+        )
 
 
 def read_by_run(root: Path, place: Path, workers: int, stop: int | None = None) -> list[int]:
@@ -73,9 +81,14 @@ def read_by_run(root: Path, place: Path, workers: int, stop: int | None = None) 
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_samples_are_those_of_the_uninterrupted_run(workers: int, shards: Path, tmp_path: Path) -> None:
+def test_samples_are_those_of_the_uninterrupted_run(
+    workers: int, shards: Path, tmp_path: Path
+) -> None:
     whole = read_by_run(tmp_path / "whole", shards, workers)
     assert Counter(whole) == dict.fromkeys(range(NUMBER), 2) and whole[:NUMBER] != whole[NUMBER:]
     for stop in (2, 6, 9):
         root = tmp_path / str(stop)
-        assert [*read_by_run(root, shards, workers, stop), *read_by_run(root, shards, workers)] == whole
+        assert [
+            *read_by_run(root, shards, workers, stop),
+            *read_by_run(root, shards, workers),
+        ] == whole

@@ -24,7 +24,13 @@ def test_killed_search_continues_its_running_trial() -> None:
     with Job([interpreter(), str(SEARCH), *budget]) as job:
         # In the middle of the second trial, with a checkpoint to go on from.
         saved = Path("search/trials")
-        job.wait_until(lambda: len(list(saved.glob("*/checkpoints/latest.pth"))) == job.output.count(" epoch 2: ") == 2)
+        job.wait_until(
+            lambda: (
+                len(list(saved.glob("*/checkpoints/latest.pth")))
+                == job.output.count(" epoch 2: ")
+                == 2
+            )
+        )
         job.kill()
     code, output = run_program(SEARCH, *budget)
     assert code == 0, output

@@ -32,9 +32,14 @@ def adapted(kind: str, *, base: float = 0.0, **more: Any) -> Any:
         next(model.parameters()).add_(base)
     torch.manual_seed(3)
     causal = kind == "causal"
-    options: dict[str, Any] = {"target_modules": ["c_attn"] if causal else ["query", "value"], "fan_in_fan_out": causal}
+    options: dict[str, Any] = {
+        "target_modules": ["c_attn"] if causal else ["query", "value"],
+        "fan_in_fan_out": causal,
+    }
     task = "CAUSAL_LM" if causal else "SEQ_CLS"
-    return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, task_type=task, **options, **more))
+    return get_peft_model(
+        model, LoraConfig(r=2, init_lora_weights=False, task_type=task, **options, **more)
+    )
 
 
 class Adapting(dl.Runner):
@@ -46,13 +51,26 @@ class Adapting(dl.Runner):
 
 
 def settings(root: Path | str, steps: int, **more: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {"steps": steps, "seed": 0, "dir": f"{root}/run", "log": False, "accum_steps": 2}
-    config |= {"optim": {"type": "adamw", "lr": 1e-2}, "dataloader": {"batch_size": 3}, "auto_resume": True}
+    config: dict[str, Any] = {
+        "steps": steps,
+        "seed": 0,
+        "dir": f"{root}/run",
+        "log": False,
+        "accum_steps": 2,
+    }
+    config |= {
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "dataloader": {"batch_size": 3},
+        "auto_resume": True,
+    }
     return {**config, "checkpoint": {"trainable_only": True}, **more}
 
 
 def weights_of(runner: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in runner.unwrapped_model.state_dict().items()}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in runner.unwrapped_model.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("kind", ["causal", pytest.param("classes", marks=pytest.mark.slow)])
@@ -72,7 +90,10 @@ def test_only_trained_weights_are_saved_and_resume_bitwise(kind: str, tmp_path: 
         assert second.train_state.global_step == 3
         second.train()
         assert all(torch.equal(value, expected[name]) for name, value in weights_of(second).items())
-        assert all(torch.equal(second.ema.weights[name], value) for name, value in whole.ema.weights.items())
+        assert all(
+            torch.equal(second.ema.weights[name], value)
+            for name, value in whole.ema.weights.items()
+        )
 
 
 def test_base_model_is_loaded_again_at_a_resume(tmp_path: Path) -> None:

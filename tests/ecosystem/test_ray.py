@@ -33,7 +33,11 @@ def environment() -> Iterator[dict[str, str]]:
     pytest.importorskip("ray")
     # Paths of its sockets are too long in a test's directory.
     place = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    yield {"RAY_TMPDIR": place, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(SWEEPS.parents[1])}
+    yield {
+        "RAY_TMPDIR": place,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(SWEEPS.parents[1]),
+    }
     shutil.rmtree(place, ignore_errors=True)
 
 
@@ -42,7 +46,11 @@ def test_dead_worker_is_started_again_and_the_run_ends_bitwise(environment: dict
     command = [sys.executable, str(SWEEPS / "workers.py"), "--workers", "2", "--epochs", "40"]
     with Job(command, environment=environment) as job:
         job.wait_until(saved.exists, timeout=240)
-        workers = [pid for pid, command in descendants(job.pid).items() if command.startswith("ray::RayTrainWorker")]
+        workers = [
+            pid
+            for pid, command in descendants(job.pid).items()
+            if command.startswith("ray::RayTrainWorker")
+        ]
         os.kill(workers[-1], signal.SIGKILL)
         code, output = job.wait(300)
     assert code == 0, output
@@ -59,8 +67,13 @@ def test_dead_worker_is_started_again_and_the_run_ends_bitwise(environment: dict
     )
     code, output = run_program("alone.py", nproc_per_node=2)
     assert code == 0, output
-    ends = [torch.load(f"{place}/checkpoints/latest.pth", weights_only=True) for place in ("run", "alone")]
-    assert all(torch.equal(value, ends[1]["model"][name]) for name, value in ends[0]["model"].items())
+    ends = [
+        torch.load(f"{place}/checkpoints/latest.pth", weights_only=True)
+        for place in ("run", "alone")
+    ]
+    assert all(
+        torch.equal(value, ends[1]["model"][name]) for name, value in ends[0]["model"].items()
+    )
     assert ends[0]["state"]["train"] == ends[1]["state"]["train"]
 
 
@@ -76,5 +89,8 @@ def test_killed_search_continues(environment: dict[str, str]) -> None:
     assert code == 0, output
     assert number_in(output, r"best val accuracy (\S+) with") > 0.8 and " of 3 trials" in output
     assert len(list(trials.iterdir())) == 3, output
-    logs = {place: "".join(file.read_text() for file in sorted(place.glob("logs/*.log"))) for place in before}
+    logs = {
+        place: "".join(file.read_text() for file in sorted(place.glob("logs/*.log")))
+        for place in before
+    }
     assert any("Resumed from latest" in log for log in logs.values()), logs

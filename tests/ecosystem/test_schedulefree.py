@@ -24,7 +24,9 @@ schedulefree = pytest.importorskip("schedulefree")
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": lambda parameters: schedulefree.AdamWScheduleFree(parameters, lr=0.05, warmup_steps=3),
     "sgd": lambda parameters: schedulefree.SGDScheduleFree(parameters, lr=0.5, momentum=0.9),
-    "wrapper": lambda parameters: schedulefree.ScheduleFreeWrapper(torch.optim.SGD(parameters, lr=0.1), momentum=0.9),
+    "wrapper": lambda parameters: schedulefree.ScheduleFreeWrapper(
+        torch.optim.SGD(parameters, lr=0.1), momentum=0.9
+    ),
 }
 
 
@@ -41,7 +43,11 @@ class Free(dl.Runner):
         self.datasets = {"train": line_of(24), "val": line_of(8)}
 
 
-FREE: dict[str, Any] = {"optim": {}, "dataloader": {"batch_size": 4, "shuffle": False}, "evaluate_interval": 3}
+FREE: dict[str, Any] = {
+    "optim": {},
+    "dataloader": {"batch_size": 4, "shuffle": False},
+    "evaluate_interval": 3,
+}
 
 
 def by_hand(kind: str, steps: int) -> tuple[list[Tensor], list[Tensor], float]:
@@ -64,7 +70,9 @@ def by_hand(kind: str, steps: int) -> tuple[list[Tensor], list[Tensor], float]:
 
 @pytest.mark.parametrize("stack", ["ddp", "accelerate"])
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
-def test_training_evaluation_and_files_have_the_right_weights(kind: str, stack: str, tmp_path: Path) -> None:
+def test_training_evaluation_and_files_have_the_right_weights(
+    kind: str, stack: str, tmp_path: Path
+) -> None:
     trained, averaged, loss = by_hand(kind, 8)
     assert not torch.equal(trained[0], averaged[0])
     with Free(settings(tmp_path, **FREE, steps=8, stack=stack), kind) as runner:
@@ -83,7 +91,9 @@ def test_training_evaluation_and_files_have_the_right_weights(kind: str, stack: 
 @pytest.mark.parametrize("backend", ["file", pytest.param("dcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_a_resumed_run_ends_bitwise(kind: str, backend: str, tmp_path: Path) -> None:
-    whole, runner = in_parts(partial(Free, kind=kind), tmp_path, (4, 7, 10), **FREE, checkpoint={"backend": backend})
+    whole, runner = in_parts(
+        partial(Free, kind=kind), tmp_path, (4, 7, 10), **FREE, checkpoint={"backend": backend}
+    )
     assert all(runner.results[step]["val"] == whole.results[step]["val"] for step in (3, 6, 9))
     mine, theirs = runner.state_dict(), whole.state_dict()
     assert all(torch.equal(mine["model"][name], value) for name, value in theirs["model"].items())
@@ -96,7 +106,9 @@ def test_an_evaluation_leaves_no_trace(tmp_path: Path) -> None:
         in_parts(Free, tmp_path / str(interval), [9], **{**FREE, "evaluate_interval": interval})[0]
         for interval in (1, 9)
     )
-    assert all(map(torch.equal, often.unwrapped_model.parameters(), seldom.unwrapped_model.parameters()))
+    assert all(
+        map(torch.equal, often.unwrapped_model.parameters(), seldom.unwrapped_model.parameters())
+    )
 
 
 def test_an_optimizer_among_others_is_found(tmp_path: Path) -> None:
@@ -104,12 +116,19 @@ def test_an_optimizer_among_others_is_found(tmp_path: Path) -> None:
         def __init__(self, config: dict[str, Any]) -> None:
             super().__init__(config)
             first, last = self.model[0].parameters(), self.model[2].parameters()
-            self.optimizer = dl.optim.JointOptimizer(OPTIMIZERS["adamw"](first), torch.optim.SGD(last, lr=0.1))
+            self.optimizer = dl.optim.JointOptimizer(
+                OPTIMIZERS["adamw"](first), torch.optim.SGD(last, lr=0.1)
+            )
 
     whole, runner = in_parts(Joint, tmp_path, (3, 6), **FREE)
-    assert all(map(torch.equal, runner.unwrapped_model.parameters(), whole.unwrapped_model.parameters()))
+    assert all(
+        map(torch.equal, runner.unwrapped_model.parameters(), whole.unwrapped_model.parameters())
+    )
 
 
 def test_other_stacks_refuse_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"one set of weights on the stack 'parallel'. Received: a AdamWScheduleFree"):
+    with pytest.raises(
+        ValueError,
+        match=r"one set of weights on the stack 'parallel'. Received: a AdamWScheduleFree",
+    ):
         Free(settings(tmp_path, **FREE, steps=2, stack="parallel"))

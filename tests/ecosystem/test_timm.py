@@ -44,7 +44,10 @@ class Timm(dl.Runner):
 
     def __init__(self, config: dict[str, Any], scheduler: Any) -> None:
         super().__init__(config)
-        self.model, self.criterion = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), nn.CrossEntropyLoss()
+        self.model, self.criterion = (
+            nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
+            nn.CrossEntropyLoss(),
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.datasets = {"train": images()}
         self.scheduler = scheduler(self.optimizer)
@@ -56,7 +59,9 @@ class Timm(dl.Runner):
 
 
 SCHEDULERS = {
-    "epochs": lambda optimizer: CosineLRScheduler(optimizer, t_initial=5, warmup_t=2, warmup_lr_init=0.01),
+    "epochs": lambda optimizer: CosineLRScheduler(
+        optimizer, t_initial=5, warmup_t=2, warmup_lr_init=0.01
+    ),
     "updates": lambda optimizer: CosineLRScheduler(
         optimizer, t_initial=30, warmup_t=4, warmup_lr_init=0.01, t_in_epochs=False
     ),
@@ -84,7 +89,12 @@ def test_rates_are_those_of_its_own_loop(kind: str, mode: str, tmp_path: Path) -
     assert len(set(expected)) > 2
     for part in (2, 5):
         with Timm(
-            settings(tmp_path, auto_resume=True, optim={}, **{mode: part if mode == "epochs" else 6 * part - 1}),
+            settings(
+                tmp_path,
+                auto_resume=True,
+                optim={},
+                **{mode: part if mode == "epochs" else 6 * part - 1},
+            ),
             SCHEDULERS[kind],
         ) as runner:
             runner.train()
@@ -94,9 +104,14 @@ def test_rates_are_those_of_its_own_loop(kind: str, mode: str, tmp_path: Path) -
 
 def test_an_interval_in_another_unit_is_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(ValueError, match=r"Expected scheduler.interval='epoch', in which the CosineLRScheduler counts"),
+        pytest.raises(
+            ValueError,
+            match=r"Expected scheduler.interval='epoch', in which the CosineLRScheduler counts",
+        ),
         Timm(
-            settings(tmp_path, epochs=1, optim={}, scheduler={"type": "cosine", "interval": "step"}),
+            settings(
+                tmp_path, epochs=1, optim={}, scheduler={"type": "cosine", "interval": "step"}
+            ),
             SCHEDULERS["epochs"],
         ) as runner,
     ):
@@ -105,14 +120,19 @@ def test_an_interval_in_another_unit_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated:FutureWarning")
 def test_its_schedule_by_a_metric_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a PlateauLRScheduler.*Take torch.optim.lr_scheduler.ReduceLROnPlateau"):
+    with pytest.raises(
+        ValueError, match=r"a PlateauLRScheduler.*Take torch.optim.lr_scheduler.ReduceLROnPlateau"
+    ):
         Timm(settings(tmp_path, epochs=1, optim={}), PlateauLRScheduler)
 
 
 class Mixing(Seeing):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self.model, self.criterion = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), nn.CrossEntropyLoss()
+        self.model, self.criterion = (
+            nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
+            nn.CrossEntropyLoss(),
+        )
         self.datasets = {"train": images()}
         self.config.dataloader.collate_fn = Mixed()
 

@@ -69,7 +69,9 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
 class Classifying(KeepsGradients):
     not_saved = ("seen",)
 
-    def __init__(self, config: dict[str, Any], level: str, model: type[Graphs] = Graphs, own: bool = False) -> None:
+    def __init__(
+        self, config: dict[str, Any], level: str, model: type[Graphs] = Graphs, own: bool = False
+    ) -> None:
         super().__init__(config)
         torch.manual_seed(0)
         self.model, self.criterion = model(level), nn.CrossEntropyLoss()
@@ -87,14 +89,26 @@ class Classifying(KeepsGradients):
 
 
 def settings(root: Path, micro_batch: int, accum_steps: int, **more: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {"steps": 1, "seed": 0, "dir": str(root / "run"), "log": False, "accum_steps": accum_steps}
+    config: dict[str, Any] = {
+        "steps": 1,
+        "seed": 0,
+        "dir": str(root / "run"),
+        "log": False,
+        "accum_steps": accum_steps,
+    }
     config |= {"optim": {"type": "sgd", "lr": 0.1}}
-    return {**config, "dataloader": {"batch_size": micro_batch, "shuffle": False, "drop_last": False}, **more}
+    return {
+        **config,
+        "dataloader": {"batch_size": micro_batch, "shuffle": False, "drop_last": False},
+        **more,
+    }
 
 
 @pytest.mark.parametrize("model", [Graphs, Layers])
 @pytest.mark.parametrize("level", ["graph", "node"])
-def test_update_of_micro_batches_equals_one_of_a_large_batch(level: str, model: type[Graphs], tmp_path: Path) -> None:
+def test_update_of_micro_batches_equals_one_of_a_large_batch(
+    level: str, model: type[Graphs], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     alone, whole = Graphs(level), Batch.from_data_list(graphs(level))
     logits = alone(whole)
@@ -105,12 +119,18 @@ def test_update_of_micro_batches_equals_one_of_a_large_batch(level: str, model: 
         predicted = runner.infer("val")
         runner.train()
         for name, parameter in alone.named_parameters():
-            torch.testing.assert_close(runner.gradients[name], parameter.grad, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(
+                runner.gradients[name], parameter.grad, rtol=1e-12, atol=1e-14
+            )
         assert runner.train_state.samples == NUMBER
     assert before["loss"] == pytest.approx(expected.item(), rel=1e-12)
     if level == "graph":
         assert before["acc"] == pytest.approx(float(hits(logits, whole.y)))
-    parts = logits.detach() if level == "graph" else logits.detach().split([g.num_nodes for g in graphs()])
+    parts = (
+        logits.detach()
+        if level == "graph"
+        else logits.detach().split([g.num_nodes for g in graphs()])
+    )
     assert len(predicted) == NUMBER
     for mine, theirs in zip(predicted, parts, strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -121,7 +141,9 @@ def test_update_of_micro_batches_equals_one_of_a_large_batch(level: str, model: 
 def test_graphs_are_those_of_the_uninterrupted_run(workers: int, own: bool, tmp_path: Path) -> None:
     def seen(root: Path, steps: int) -> list[Tensor]:
         loader = {"batch_size": 3, "num_workers": workers}
-        with Classifying(settings(root, 3, 1, steps=steps, auto_resume=True, dataloader=loader), "graph", own=own) as r:
+        with Classifying(
+            settings(root, 3, 1, steps=steps, auto_resume=True, dataloader=loader), "graph", own=own
+        ) as r:
             r.train()
             return r.seen
 
@@ -137,7 +159,9 @@ class Pairs(dl.Runner):
         super().__init__(config)
         self.model, self.criterion = Matching(), nn.MSELoss()
         one = graphs()
-        self.datasets = {"train": [{"input": {"a": a, "b": b}, "target": 0.5} for a, b in pairwise(one)]}
+        self.datasets = {
+            "train": [{"input": {"a": a, "b": b}, "target": 0.5} for a, b in pairwise(one)]
+        }
 
 
 class Matching(nn.Module):
@@ -157,6 +181,13 @@ def test_samples_may_hold_several_graphs(tmp_path: Path) -> None:
 
 
 def test_batch_of_neighbours_counts_its_seed_nodes() -> None:
-    drawn = Data(x=torch.ones(9, 3), edge_index=torch.zeros(2, 4, dtype=torch.int64), y=torch.zeros(9), batch_size=4)
+    drawn = Data(
+        x=torch.ones(9, 3),
+        edge_index=torch.zeros(2, 4, dtype=torch.int64),
+        y=torch.zeros(9),
+        batch_size=4,
+    )
     assert dl.training.count_samples(drawn) == 4
-    assert dl.training.peek_target(drawn) is None  # the targets of all 9 nodes are not those of the loss
+    assert (
+        dl.training.peek_target(drawn) is None
+    )  # the targets of all 9 nodes are not those of the loss

@@ -25,13 +25,19 @@ class Sophia(torch.optim.Optimizer):
     """A step clipped by an estimate of the curvature (https://arxiv.org/abs/2305.14342), as its authors write it: without a closure."""
 
     def __init__(
-        self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.95), rho: float = 0.04
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.95),
+        rho: float = 0.04,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "rho": rho})
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         if not self.state[parameter]:
-            self.state[parameter].update(exp_avg=torch.zeros_like(parameter), hessian=torch.zeros_like(parameter))
+            self.state[parameter].update(
+                exp_avg=torch.zeros_like(parameter), hessian=torch.zeros_like(parameter)
+            )
         return self.state[parameter]
 
     @torch.no_grad()
@@ -39,7 +45,9 @@ class Sophia(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 held = self._state(parameter)["hessian"]
-                held.mul_(group["betas"][1]).addcmul_(parameter.grad, parameter.grad, value=1 - group["betas"][1])
+                held.mul_(group["betas"][1]).addcmul_(
+                    parameter.grad, parameter.grad, value=1 - group["betas"][1]
+                )
 
     @torch.no_grad()
     def step(self, closure: None = None, bs: int = 4) -> None:  # type: ignore[override]
@@ -47,7 +55,9 @@ class Sophia(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self._state(parameter)
                 state["exp_avg"].lerp_(parameter.grad, 1 - group["betas"][0])
-                ratio = (state["exp_avg"].abs() / (group["rho"] * bs * state["hessian"] + 1e-15)).clamp(None, 1)
+                ratio = (
+                    state["exp_avg"].abs() / (group["rho"] * bs * state["hessian"] + 1e-15)
+                ).clamp(None, 1)
                 parameter.addcmul_(state["exp_avg"].sign(), ratio, value=-group["lr"])
 
 
@@ -59,10 +69,15 @@ def model_of() -> nn.Module:
 def muon(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
-    return dl.optim.JointOptimizer(torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01))
+    return dl.optim.JointOptimizer(
+        torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+    )
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {"muon": muon, "sophia": lambda model: Sophia(model.parameters())}
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "muon": muon,
+    "sophia": lambda model: Sophia(model.parameters()),
+}
 
 
 def points() -> TensorDataset:
@@ -84,7 +99,9 @@ class Parts(dl.Runner):
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
-def test_updates_are_those_of_a_loop_by_hand_and_of_a_resumed_run(kind: str, tmp_path: Path) -> None:
+def test_updates_are_those_of_a_loop_by_hand_and_of_a_resumed_run(
+    kind: str, tmp_path: Path
+) -> None:
     model, (inputs, targets) = model_of(), points().tensors
     optimizer = OPTIMIZERS[kind](model)
     schedule = dl.SCHEDULERS.build(optimizer, type="linear", total_steps=9)
@@ -99,7 +116,11 @@ def test_updates_are_those_of_a_loop_by_hand_and_of_a_resumed_run(kind: str, tmp
         schedule.step()
     config = {"optim": {}, "scheduler": {"type": "linear", "total_steps": 9}, "max_grad_norm": 1.0}
     loader = {"batch_size": 4, "shuffle": False}
-    whole, runner = in_parts(partial(Parts, kind=kind), tmp_path, (4, 9), **config, dataloader=loader)
+    whole, runner = in_parts(
+        partial(Parts, kind=kind), tmp_path, (4, 9), **config, dataloader=loader
+    )
     for mine, expected in zip(whole.unwrapped_model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, expected)
-    assert all(map(torch.equal, runner.unwrapped_model.parameters(), whole.unwrapped_model.parameters()))
+    assert all(
+        map(torch.equal, runner.unwrapped_model.parameters(), whole.unwrapped_model.parameters())
+    )

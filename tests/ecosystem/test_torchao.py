@@ -39,7 +39,10 @@ class Quantized(dl.Runner):
     def __init__(self, config: dict[str, Any], kind: Any) -> None:
         super().__init__(config)
         torch.manual_seed(0)
-        self.model, self.criterion = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)), nn.MSELoss()
+        self.model, self.criterion = (
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)),
+            nn.MSELoss(),
+        )
         self.optimizer = kind(self.model.parameters(), lr=1e-2)
         inputs = torch.randn(24, 64)
         self.datasets = {"train": TensorDataset(inputs, inputs.sum(1, keepdim=True))}
@@ -52,9 +55,15 @@ SCHEDULED: dict[str, Any] = {"optim": {}, "scheduler": {"type": "cosine", "total
 @pytest.mark.parametrize("kind", [AdamW8bit, AdamW4bit])
 def test_a_resumed_run_ends_bitwise(kind: Any, backend: str, tmp_path: Path) -> None:
     policy = {"backend": backend, "interval": 1}
-    whole, runner = in_parts(partial(Quantized, kind=kind), tmp_path, (4, 9), **SCHEDULED, checkpoint=policy)
-    assert all(map(torch.equal, runner.unwrapped_model.parameters(), whole.unwrapped_model.parameters()))
-    moment, expected = (r.optimizer.state[r.unwrapped_model[0].weight]["exp_avg"] for r in (runner, whole))
+    whole, runner = in_parts(
+        partial(Quantized, kind=kind), tmp_path, (4, 9), **SCHEDULED, checkpoint=policy
+    )
+    assert all(
+        map(torch.equal, runner.unwrapped_model.parameters(), whole.unwrapped_model.parameters())
+    )
+    moment, expected = (
+        r.optimizer.state[r.unwrapped_model[0].weight]["exp_avg"] for r in (runner, whole)
+    )
     assert type(moment) is type(expected) is not torch.Tensor
     assert torch.equal(moment.codes, expected.codes) and torch.equal(moment.scale, expected.scale)
     assert runner.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
@@ -66,8 +75,14 @@ def test_a_tensor_is_taken_apart_and_put_together() -> None:
     again: Any = from_inner_tensors(to_inner_tensors(tensor))
     assert torch.equal(again.dequantize(), tensor.dequantize()) and again.codes is not tensor.codes
     parts: Any = to_inner_tensors(tensor)
-    for name in ("torchao.optim.subclass_8bit:Tensor.add", "os:system", "not.loaded:OptimState8bit"):
-        with pytest.raises(ValueError, match=r"Expected the optimizer that the checkpoint was saved with"):
+    for name in (
+        "torchao.optim.subclass_8bit:Tensor.add",
+        "os:system",
+        "not.loaded:OptimState8bit",
+    ):
+        with pytest.raises(
+            ValueError, match=r"Expected the optimizer that the checkpoint was saved with"
+        ):
             from_inner_tensors({**parts, "tensor_class": name})
 
 
@@ -87,23 +102,36 @@ class QuantizedBase(dl.Runner):
 
 def plain(runner: Any) -> dict[str, torch.Tensor]:
     state = runner.unwrapped_model.state_dict()
-    return {name: (w.dequantize() if "torchao" in type(w).__module__ else w).clone() for name, w in state.items()}
+    return {
+        name: (w.dequantize() if "torchao" in type(w).__module__ else w).clone()
+        for name, w in state.items()
+    }
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)]
+)
 def test_weights_in_8_bits_are_saved_and_come_back(mode: str, tmp_path: Path) -> None:
     policy = {"interval": 1, "async_mode": mode}
     whole, runner = in_parts(QuantizedBase, tmp_path, (3, 6), **SCHEDULED, checkpoint=policy)
     ended, expected = plain(runner), plain(whole)
     assert not torch.equal(expected["0.0.weight"], expected["0.2.weight"])
     assert all(torch.equal(ended[name], expected[name]) for name in expected)
-    stored = torch.load(tmp_path / "parts" / "checkpoints" / "latest.pth", weights_only=True)["model"]
+    stored = torch.load(tmp_path / "parts" / "checkpoints" / "latest.pth", weights_only=True)[
+        "model"
+    ]
     for name in ("0.0.weight", "0.2.weight"):
         assert torch.equal(stored[name].dequantize(), expected[name])
 
 
-def test_weights_in_8_bits_in_a_sharded_checkpoint_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    with QuantizedBase(settings(tmp_path, **SCHEDULED, steps=3, checkpoint={"backend": "dcp"})) as runner:
-        with pytest.raises(ValueError, match=r"0.0.weight, of the class Int8Tensor. Set checkpoint.backend='file'"):
+def test_weights_in_8_bits_in_a_sharded_checkpoint_are_refused_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
+    with QuantizedBase(
+        settings(tmp_path, **SCHEDULED, steps=3, checkpoint={"backend": "dcp"})
+    ) as runner:
+        with pytest.raises(
+            ValueError, match=r"0.0.weight, of the class Int8Tensor. Set checkpoint.backend='file'"
+        ):
             runner.train()
         assert runner.state.train.global_step == 0

@@ -36,7 +36,9 @@ class Images(Dataset[tuple[Tensor, int]]):
         return 24
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = torch.randint(0, 255, (3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
+        image = torch.randint(
+            0, 255, (3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(index)
+        )
         return self.augment(image), index % 3
 
 
@@ -51,7 +53,10 @@ class Mixing:
 class Augmented(Seeing):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self.model, self.criterion = nn.Sequential(nn.Flatten(), nn.Linear(108, 3)), nn.CrossEntropyLoss()
+        self.model, self.criterion = (
+            nn.Sequential(nn.Flatten(), nn.Linear(108, 3)),
+            nn.CrossEntropyLoss(),
+        )
         self.datasets = {"train": Images()}
         self.config.dataloader.collate_fn = Mixing()
 

@@ -76,7 +76,12 @@ def test_a_run_of_trackio_of_the_program_is_used_and_left_open(store: Any) -> No
 
 def test_resumed_runner_continues_its_own_run(tmp_path: Path, store: Any) -> None:
     tracked = {"enabled": True, "project": "toy"}
-    more = {"auto_resume": True, "log_interval": 1, "model": {"api_key": "hidden"}, "trackio": tracked}
+    more = {
+        "auto_resume": True,
+        "log_interval": 1,
+        "model": {"api_key": "hidden"},
+        "trackio": tracked,
+    }
     config = settings(tmp_path / "run", **more)
     for steps in (4, 6):
         with Small({**config, "steps": steps}) as runner:

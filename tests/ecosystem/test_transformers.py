@@ -27,7 +27,11 @@ pytest.importorskip("transformers")
 
 import transformers
 from support.language_models import SIZE, collator_of, model_of, rows_of, tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DataCollatorForLanguageModeling
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DataCollatorForLanguageModeling,
+)
 
 KINDS = ["causal", "masked", "classes", "seq2seq"]
 
@@ -40,17 +44,27 @@ class HFRunner(KeepsGradients):
         self.config.dataloader.collate_fn = collator_of(kind, self.model)
 
 
-def settings(root: Path | str, micro_batch: int = 4, accum_steps: int = 1, **more: Any) -> dict[str, Any]:
+def settings(
+    root: Path | str, micro_batch: int = 4, accum_steps: int = 1, **more: Any
+) -> dict[str, Any]:
     config: dict[str, Any] = {"steps": 1, "seed": 0, "workspace_root": str(root), "log": False}
     config |= {"accum_steps": accum_steps, "optim": {"type": "sgd", "lr": 0.1}}
-    return {**config, "dataloader": {"batch_size": micro_batch, "shuffle": False, "drop_last": False}, **more}
+    return {
+        **config,
+        "dataloader": {"batch_size": micro_batch, "shuffle": False, "drop_last": False},
+        **more,
+    }
 
 
 def updated(root: str, kind: str, micro_batch: int, accum_steps: int) -> dict[str, Any]:
     with HFRunner(settings(root, micro_batch, accum_steps), kind) as runner:
         runner.train()
         val = runner.evaluate("val")["val"]["loss"]
-        return {"gradients": runner.gradients, "loss": runner.results[1]["train"]["loss"], "val": val}
+        return {
+            "gradients": runner.gradients,
+            "loss": runner.results[1]["train"]["loss"],
+            "val": val,
+        }
 
 
 def by_hand(kind: str) -> dict[str, Any]:
@@ -72,7 +86,9 @@ def assert_same_update(made: dict[str, Any], expected: dict[str, Any]) -> None:
     assert made["gradients"].keys() == expected["gradients"].keys()
     scale = max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
     for name, gradient in expected["gradients"].items():
-        torch.testing.assert_close(made["gradients"][name], gradient, rtol=1e-6, atol=1e-6 * scale, msg=name)
+        torch.testing.assert_close(
+            made["gradients"][name], gradient, rtol=1e-6, atol=1e-6 * scale, msg=name
+        )
     assert made["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert made["val"] == pytest.approx(expected["val"], rel=1e-6)
 
@@ -114,7 +130,9 @@ def test_already_shifted_labels_weigh_as_given(tmp_path: Path) -> None:
 
     def collate(rows: list[dict[str, Any]]) -> Any:
         batch = collator_of("causal")(rows)
-        batch["shift_labels"] = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+        batch["shift_labels"] = nn.functional.pad(batch["labels"], (0, 1), value=-100)[
+            :, 1:
+        ].contiguous()
         batch["shift_labels"][0, ::2] = -100
         return batch
 
@@ -141,7 +159,9 @@ class Masking(Seeing):
     def __init__(self, config: dict[str, Any], own_seed: int | None) -> None:
         super().__init__(config)
         self.model = model_of("masked", hidden_dropout_prob=0.1)
-        self.datasets = {"train": [{"input_ids": row["input_ids"]} for row in rows_of("causal", 24)]}
+        self.datasets = {
+            "train": [{"input_ids": row["input_ids"]} for row in rows_of("causal", 24)]
+        }
         collate = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4, seed=own_seed)
         self.config.dataloader.collate_fn = collate
 
@@ -151,7 +171,9 @@ class Masking(Seeing):
 
 @pytest.mark.parametrize("own_seed", [None, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_masks_are_those_of_the_uninterrupted_run(own_seed: int | None, workers: int, tmp_path: Path) -> None:
+def test_masks_are_those_of_the_uninterrupted_run(
+    own_seed: int | None, workers: int, tmp_path: Path
+) -> None:
     assert_goes_on_alike(partial(Masking, own_seed=own_seed), tmp_path, workers=workers)
 
 
@@ -166,16 +188,24 @@ def assert_loads_as(auto: Any, directory: Path, model: Any, **options: Any) -> A
     assert not any(report.values()), report
     assert loaded.state_dict().keys() == model.state_dict().keys()
     for name, weight in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], weight) and loaded.state_dict()[name].dtype == weight.dtype, name
+        assert (
+            torch.equal(loaded.state_dict()[name], weight)
+            and loaded.state_dict()[name].dtype == weight.dtype
+        ), name
     return loaded
 
 
-SAVED = [("causal", AutoModelForCausalLM), pytest.param("seq2seq", AutoModelForSeq2SeqLM, marks=pytest.mark.slow)]
+SAVED = [
+    ("causal", AutoModelForCausalLM),
+    pytest.param("seq2seq", AutoModelForSeq2SeqLM, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("road", ["save_pretrained", "export"])
 @pytest.mark.parametrize(("kind", "auto"), SAVED)
-def test_from_pretrained_loads_the_trained_weights(kind: str, auto: Any, road: str, tmp_path: Path) -> None:
+def test_from_pretrained_loads_the_trained_weights(
+    kind: str, auto: Any, road: str, tmp_path: Path
+) -> None:
     """Tied weights, resized embeddings and the precision come back."""
     model = model_of(kind).to(torch.bfloat16)
     model.resize_token_embeddings(SIZE + 3)
@@ -192,14 +222,18 @@ def test_from_pretrained_loads_the_trained_weights(kind: str, auto: Any, road: s
         assert loaded.generation_config.eos_token_id == model.generation_config.eos_token_id
 
 
-@pytest.mark.parametrize("kind", ["causal", "masked", pytest.param("seq2seq", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["causal", "masked", pytest.param("seq2seq", marks=pytest.mark.slow)]
+)
 def test_tied_weights_saved_under_one_name_are_loaded(kind: str, tmp_path: Path) -> None:
     published = model_of(kind)
     with torch.no_grad():
         for parameter in published.parameters():
             parameter.add_(torch.randn_like(parameter))
     published.save_pretrained(tmp_path / "published")
-    with HFRunner(settings(tmp_path, pretrained=str(tmp_path / "published")), kind, model_of(kind)) as runner:
+    with HFRunner(
+        settings(tmp_path, pretrained=str(tmp_path / "published")), kind, model_of(kind)
+    ) as runner:
         expected = published.state_dict()
         found = runner.model_state_dict()
         assert found.keys() == expected.keys()
@@ -226,13 +260,20 @@ def test_averaged_weights_and_another_precision_are_exported(tmp_path: Path) -> 
         runner.save_pretrained(tmp_path / "averaged")
         runner.save_pretrained(tmp_path / "trained", averaged=False)
         assert_loads_as(AutoModelForCausalLM, tmp_path / "trained", runner.unwrapped_model)
-        assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf", "--ema"]) == 0
+        assert (
+            main(
+                ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf", "--ema"]
+            )
+            == 0
+        )
         with runner.ema.applied():
             assert_loads_as(AutoModelForCausalLM, tmp_path / "averaged", runner.unwrapped_model)
             assert_loads_as(AutoModelForCausalLM, tmp_path / "out", runner.unwrapped_model)
         options = ["--format", "hf", "--dtype", "bf16", "--trained"]
         assert main(["export", str(tmp_path / "run"), str(tmp_path / "bf16"), *options]) == 0
-        assert_loads_as(AutoModelForCausalLM, tmp_path / "bf16", runner.unwrapped_model.to(torch.bfloat16))
+        assert_loads_as(
+            AutoModelForCausalLM, tmp_path / "bf16", runner.unwrapped_model.to(torch.bfloat16)
+        )
 
 
 def saved_by_shards(root: str) -> None:
@@ -248,19 +289,31 @@ def test_a_divided_model_is_written_whole(tmp_path: Path) -> None:
     run_processes(saved_by_shards, str(tmp_path), world_size=2, timeout=120)
     with trained(tmp_path / "alone", "causal", model_of("causal"), accum_steps=5) as runner:
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-        assert main(["export", str(tmp_path / "run"), str(tmp_path / "exported"), "--format", "hf"]) == 0
+        assert (
+            main(["export", str(tmp_path / "run"), str(tmp_path / "exported"), "--format", "hf"])
+            == 0
+        )
         assert_loads_as(AutoModelForCausalLM, tmp_path / "exported", saved)
         assert Counter(map(type, [saved])) == {type(runner.unwrapped_model): 1}
         for name, weight in runner.unwrapped_model.state_dict().items():
             torch.testing.assert_close(saved.state_dict()[name], weight, rtol=1e-4, atol=1e-6)
 
 
-SMALL = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", SMALL),
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 32, "n_embd": 8, "n_layer": 2, "n_head": 2}),
     "llama": ("LlamaForCausalLM", {**SMALL, "attention_bias": True}),
-    "t5": ("T5ForConditionalGeneration", {"vocab_size": 32, "d_model": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": 32, "d_model": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2},
+    ),
 }
 
 
@@ -278,8 +331,12 @@ def test_groups_of_the_page_decay_the_same_weights_as_the_trainer(kind: str) -> 
     name, options = ARCHITECTURES[kind]
     model = getattr(transformers, name)(transformers.AutoConfig.for_model(kind, **options))
     names = {id(parameter): each for each, parameter in model.named_parameters()}
-    groups = build_param_groups(model.named_parameters(), lr=0.1, weight_decay=0.1, groups=groups_of_the_page())
-    (usual,) = (group for group in groups if "weight_decay" not in group)  # it takes the decay of the optimizer
+    groups = build_param_groups(
+        model.named_parameters(), lr=0.1, weight_decay=0.1, groups=groups_of_the_page()
+    )
+    (usual,) = (
+        group for group in groups if "weight_decay" not in group
+    )  # it takes the decay of the optimizer
     decayed = {names[id(parameter)] for parameter in usual["params"]}
     trainer = transformers.Trainer.__new__(transformers.Trainer)
     assert decayed == set(trainer.get_decay_parameter_names(model)) & set(names.values())

@@ -31,7 +31,9 @@ def shards(root: Path) -> list[str]:
         if not path.exists():
             with webdataset.TarWriter(str(path)) as writer:
                 for number in range(shard * EACH, (shard + 1) * EACH):
-                    writer.write({"__key__": f"{number:03}", "cls": number, "json": {"value": number / 4}})
+                    writer.write(
+                        {"__key__": f"{number:03}", "cls": number, "json": {"value": number / 4}}
+                    )
     return [str(root / f"shard-{shard}.tar") for shard in range(SHARDS)]
 
 
@@ -55,7 +57,9 @@ def read(root: Path, kind: Any = webdataset.WebDataset, **options: Any) -> Any:
 KINDS: dict[str, Callable[[Path], Any]] = {
     "in turn": lambda root: read(root).map(as_tensors),
     "epoch": lambda root: (
-        read(root, ByEpoch, shardshuffle=4, detshuffle=True, seed=3).shuffle(8, rng=random.Random(5)).map(as_tensors)
+        read(root, ByEpoch, shardshuffle=4, detshuffle=True, seed=3)
+        .shuffle(8, rng=random.Random(5))
+        .map(as_tensors)
     ),
     "rng": lambda root: read(root).shuffle(8, rng=random.Random(7)).map(as_tensors),
 }
@@ -75,20 +79,28 @@ class Reading(Seeing):
         return data[0].flatten().int().tolist()
 
 
-def read_by_run(root: Path, kind: str, workers: int, stop: int | None = None, *, own: bool = False) -> list[int]:
+def read_by_run(
+    root: Path, kind: str, workers: int, stop: int | None = None, *, own: bool = False
+) -> list[int]:
     root.mkdir(exist_ok=True)
     reading = partial(Reading, root=root, kind=kind, own=own)
     return seen(reading, root / "run", workers=workers, stop=stop, samples=2 * len(ALL), epochs=2)
 
 
 @pytest.mark.parametrize(
-    ("kind", "own"), [("in turn", False), ("in turn", True), ("rng", False), ("rng", True), ("epoch", False)]
+    ("kind", "own"),
+    [("in turn", False), ("in turn", True), ("rng", False), ("rng", True), ("epoch", False)],
 )
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_samples_are_those_of_the_uninterrupted_run(kind: str, own: bool, workers: int, tmp_path: Path) -> None:
+def test_samples_are_those_of_the_uninterrupted_run(
+    kind: str, own: bool, workers: int, tmp_path: Path
+) -> None:
     whole = read_by_run(tmp_path / "whole", kind, workers, own=own)
     assert Counter(whole) == dict.fromkeys(ALL, 2)
     assert (whole[: len(ALL)] == sorted(ALL)) == (kind == "in turn" and not (workers and not own))
     for stop in (3, 8):
         root = tmp_path / str(stop)
-        assert [*read_by_run(root, kind, workers, stop, own=own), *read_by_run(root, kind, workers, own=own)] == whole
+        assert [
+            *read_by_run(root, kind, workers, stop, own=own),
+            *read_by_run(root, kind, workers, own=own),
+        ] == whole

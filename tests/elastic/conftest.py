@@ -24,4 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         of_here = Path(__file__).parent in item.path.parents
         if of_here and not is_supported() and item.path.name not in _WITHOUT_GROUPS:
-            item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__}: elastic ranks need {OLDEST}"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"torch {torch.__version__}: elastic ranks need {OLDEST}")
+            )

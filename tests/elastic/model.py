@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from danling.elastic.protocol import NEW, CoordinatorSide, Message, RankSide, StateLost, copied, frozen
+from danling.elastic.protocol import (
+    NEW,
+    CoordinatorSide,
+    Message,
+    RankSide,
+    StateLost,
+    copied,
+    frozen,
+)
 
 _GONE = -1
 """In the place of a rank that has died."""
@@ -116,7 +124,9 @@ class Explorer:
         for index in range(ranks):
             coordinator.join(index)
         members = tuple(self._rank(rank_side(handle=f"{index}.0"), 0) for index in range(ranks))
-        self.start = World(members, self._coordinator(coordinator), 0, 0, deaths, births, commits, 0)
+        self.start = World(
+            members, self._coordinator(coordinator), 0, 0, deaths, births, commits, 0
+        )
 
     # Numbers of what is alike
 
@@ -129,7 +139,9 @@ class Explorer:
     def _coordinator(self, side: Any) -> int:
         side.patience = 1.0  # how long an attempt may take does not matter here
         if self._forgets:
-            side.formed = {member: at for member, at in side.formed.items() if at == side.generation}
+            side.formed = {
+                member: at for member, at in side.formed.items() if at == side.generation
+            }
             old = [member for member in side.roster if member in side.ready]
             for member in [each for each in old if side.ready[each].generation < side.generation]:
                 del side.ready[member]
@@ -176,13 +188,17 @@ class Explorer:
             return True
         coordinator = self._coordinators.things[world.coordinator]
         ranks = [self._of(rank).side for rank in world.ranks if rank != _GONE]
-        are_together = all(each.mode == "running" and each.seen == coordinator.generation for each in ranks)
+        are_together = all(
+            each.mode == "running" and each.seen == coordinator.generation for each in ranks
+        )
         return coordinator.phase == "run" and are_together and not world.unnoticed
 
     def _is_last(self, world: World) -> bool:
         """Whether no further attempt is modelled."""
         is_ended = world.coordinator == _ENDED
-        return is_ended or self._coordinators.things[world.coordinator].generation >= self.generations
+        return (
+            is_ended or self._coordinators.things[world.coordinator].generation >= self.generations
+        )
 
     # What can have no effect any more
 
@@ -221,7 +237,9 @@ class Explorer:
         kept = 0
         for said in _numbers_in(mask):
             member, kind, generation, *_ = self._said.things[said]
-            is_old = generation < coordinator.generation and (kind == "formed" or member in coordinator.roster)
+            is_old = generation < coordinator.generation and (
+                kind == "formed" or member in coordinator.roster
+            )
             if not is_old and member in coordinator.living:
                 kept |= 1 << said
         return kept
@@ -241,7 +259,9 @@ class Explorer:
             index = len(world.ranks)
             newcomer = self._rank(self._make_rank(handle=f"{index}.0"), NEW)
             joined = self._once(self._joined, world.coordinator, index)
-            yield world._replace(ranks=(*world.ranks, newcomer), coordinator=joined, births=world.births - 1)
+            yield world._replace(
+                ranks=(*world.ranks, newcomer), coordinator=joined, births=world.births - 1
+            )
         for index in _numbers_in(world.unnoticed):
             removed = self._once(self._removed, world.coordinator, index)
             yield world._replace(coordinator=removed, unnoticed=world.unnoticed & ~(1 << index))
@@ -272,7 +292,9 @@ class Explorer:
         if side.mode == "forming":
             is_lost = side.lost >= side.seen
             if is_lost or side.seen < self.generations:
-                yield self._with_rank(world, index, self._once(self._left, rank, index))  # an attempt may always fail
+                yield self._with_rank(
+                    world, index, self._once(self._left, rank, index)
+                )  # an attempt may always fail
             if not is_lost and self._forms_together(world, side):
                 yield self._settled(world, index)
         for number in _numbers_in(world.asked & self._bits_of[index]):
@@ -318,7 +340,11 @@ class Explorer:
     def _heard(self, rank: int, index: int, number: int) -> tuple[int, int]:
         side = copied(self._of(rank).side)
         _, kind, generation, order = self._asked.things[number]
-        message = self._orders.things[order] if kind == "form" else {"kind": kind, "generation": generation}
+        message = (
+            self._orders.things[order]
+            if kind == "form"
+            else {"kind": kind, "generation": generation}
+        )
         answer = side.hear(message)
         said = 0 if answer is None else self._formed_bit(index, answer["generation"])
         return self._rank(side, self._of(rank).progress), said
@@ -335,7 +361,11 @@ class Explorer:
     def _may_commit(self, world: World, rank: int) -> bool:
         """Whether a rank may have the whole sum of its next update: each member has come as far, and has added to it."""
         side, progress = self._of(rank).side, self._of(rank).progress
-        living = [self._of(each) for each in (world.ranks[m] for m in side.order["members"]) if each != _GONE]
+        living = [
+            self._of(each)
+            for each in (world.ranks[m] for m in side.order["members"])
+            if each != _GONE
+        ]
         return all(each.side.mode != "forming" and each.progress >= progress for each in living)
 
     def _forms_together(self, world: World, side: RankSide) -> bool:
@@ -364,7 +394,9 @@ class Explorer:
             before = self._coordinators.things[number]
             if before.phase == "form":
                 # It counts all as formed.
-                sides = [self._of(world.ranks[m]).side for m in before.members if world.ranks[m] != _GONE]
+                sides = [
+                    self._of(world.ranks[m]).side for m in before.members if world.ranks[m] != _GONE
+                ]
                 self.unsafe += any(each.settled != before.generation for each in sides)
             yield world._replace(coordinator=advanced)
         asked = world.asked | self._once(self._messages, number)
@@ -403,7 +435,11 @@ class Explorer:
         bits = 0
         members, message = self._coordinators.things[number].repeated()
         for member in members:
-            order = self._orders.of(frozen_message(message), message) if message["kind"] == "form" else 0
+            order = (
+                self._orders.of(frozen_message(message), message)
+                if message["kind"] == "form"
+                else 0
+            )
             asked = (member, message["kind"], message["generation"], order)
             bit = 1 << self._asked.of(asked, asked)
             bits |= bit
@@ -413,7 +449,10 @@ class Explorer:
 
 def frozen_message(message: Message) -> tuple[object, ...]:
     """Return what tells one message from another."""
-    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in message.items())
+    return tuple(
+        (name, tuple(value) if isinstance(value, list) else value)
+        for name, value in message.items()
+    )
 
 
 def _numbers_in(mask: int) -> Iterator[int]:

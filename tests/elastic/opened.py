@@ -40,7 +40,19 @@ class TracedFiles:
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)
         log = f"{os.environ['ROOT']}/strace.{os.getpid()}"
         names = "?open,?openat,?openat2,?creat"
-        command = ["strace", "-f", "-ttt", "-s", "4096", "-e", f"trace={names}", "-o", log, "-p", str(os.getpid())]
+        command = [
+            "strace",
+            "-f",
+            "-ttt",
+            "-s",
+            "4096",
+            "-e",
+            f"trace={names}",
+            "-o",
+            log,
+            "-p",
+            str(os.getpid()),
+        ]
         self._tracer = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         while "TracerPid:\t0" in Path("/proc/self/status").read_text():
             assert self._tracer.poll() is None

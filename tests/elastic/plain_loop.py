@@ -38,7 +38,11 @@ class Faults:
 
     def __init__(self, number: int) -> None:
         listed = [fault.split(":") for fault in os.environ.get("FAULTS", "").split(";") if fault]
-        self.mine = {point: (int(count), how) for member, point, count, how in listed if int(member) == number}
+        self.mine = {
+            point: (int(count), how)
+            for member, point, count, how in listed
+            if int(member) == number
+        }
         self.number = number
         self.counts: dict[str, int] = {}
 
@@ -113,13 +117,18 @@ def gradient(model: torch.nn.Module, update: int, micro: int) -> torch.Tensor:
     data = torch.randn(4, 16, generator=noise)
     target = data[:, :4].argmax(1)
     model.zero_grad()
-    torch.nn.functional.cross_entropy(model(data + 0.1 * torch.randn(4, 16, generator=noise)), target).backward()  # type: ignore[no-untyped-call]
+    torch.nn.functional.cross_entropy(
+        model(data + 0.1 * torch.randn(4, 16, generator=noise)), target
+    ).backward()  # type: ignore[no-untyped-call]
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def added(parts: list[torch.Tensor]) -> torch.Tensor:
     while len(parts) > 1:
-        parts = [parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+        parts = [
+            parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i]
+            for i in range(0, len(parts), 2)
+        ]
     return parts[0]
 
 
@@ -127,11 +136,17 @@ def flat(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tens
     values = [p.detach().flatten() for p in model.parameters()]
     for p in model.parameters():
         state = optimizer.state.get(p)
-        values += [state[n].flatten() for n in ("exp_avg", "exp_avg_sq")] if state else [torch.zeros(2 * p.numel())]
+        values += (
+            [state[n].flatten() for n in ("exp_avg", "exp_avg_sq")]
+            if state
+            else [torch.zeros(2 * p.numel())]
+        )
     return torch.cat(values)
 
 
-def put(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: torch.Tensor, update: int) -> None:
+def put(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: torch.Tensor, update: int
+) -> None:
     at = 0
     with torch.no_grad():
         for p in model.parameters():
@@ -139,8 +154,15 @@ def put(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: torch.
             at += p.numel()
     for p in model.parameters():
         n = p.numel()
-        moments = [values[at : at + n].view_as(p).clone(), values[at + n : at + 2 * n].view_as(p).clone()]
-        optimizer.state[p] = {"step": torch.tensor(float(update)), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+        moments = [
+            values[at : at + n].view_as(p).clone(),
+            values[at + n : at + 2 * n].view_as(p).clone(),
+        ]
+        optimizer.state[p] = {
+            "step": torch.tensor(float(update)),
+            "exp_avg": moments[0],
+            "exp_avg_sq": moments[1],
+        }
         at += 2 * n
 
 
@@ -213,7 +235,10 @@ def undisturbed(updates: int) -> str:
 def main() -> None:
     def store() -> TCPStore:
         return TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
         )
 
     member = Member(store, timeout=timedelta(seconds=60))

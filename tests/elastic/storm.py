@@ -25,7 +25,16 @@ from .plain_loop import note
 
 POINTS = ("update", "leaf", "reduced", "stepped", "evaluating", "save", "saved")
 HOW = ("kill", "kill", "kill", "stop", "exit", "raise", "leave")
-_SHARD_POINTS = ("vote", "in_vote", "vote_done", "weights", "in_weights", "weights_done", "exchange", "exchange_done")
+_SHARD_POINTS = (
+    "vote",
+    "in_vote",
+    "vote_done",
+    "weights",
+    "in_weights",
+    "weights_done",
+    "exchange",
+    "exchange_done",
+)
 _RARE = ("evaluating", "save", "saved", "exchange", "exchange_done")
 _RAISING = ("update", "leaf", "reduced", "stepped", "evaluating")
 """Where the program itself runs on each rank; a save on the main process fails on all ranks."""
@@ -93,7 +102,11 @@ class Roll:
         """Hold the lock, and yield the processes by number."""
         with open(self.directory / _LOCK, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            listed = {int(each.name): int(each.read_text()) for each in self.directory.iterdir() if each.name.isdigit()}
+            listed = {
+                int(each.name): int(each.read_text())
+                for each in self.directory.iterdir()
+                if each.name.isdigit()
+            }
             yield {number: pid for number, pid in listed.items() if _is_running(pid)}
 
     def enter(self, number: int) -> None:
@@ -176,7 +189,11 @@ class Storm:
             self._waits, self._is_listed = 0, False
             self._roll.close(lambda struck: struck == self._number)
             self.has_state()
-        if not self._where and self._is_listed and self._choices.random() < float(os.environ.get("STORM_RATE", "0.05")):
+        if (
+            not self._where
+            and self._is_listed
+            and self._choices.random() < float(os.environ.get("STORM_RATE", "0.05"))
+        ):
             self._arm()
 
     def _arm(self) -> None:
@@ -198,7 +215,9 @@ class Storm:
         code = frame.f_code
         found = self._codes.get(code)
         if found is None:
-            found = self._codes[code] = code.co_filename.endswith(self._files) and "danling" in code.co_filename
+            found = self._codes[code] = (
+                code.co_filename.endswith(self._files) and "danling" in code.co_filename
+            )
         return self._line if found else None
 
     def _line(self, frame: FrameType, event: str, value: object) -> Callable[..., Any] | None:
@@ -240,7 +259,9 @@ class Storm:
 class Gusts:
     """Faults from outside: some ranks at once, or a replacement at its birth, at any instant."""
 
-    def __init__(self, seed: str, directory: str, report: Path, *, mean_seconds: float, alone: bool = False) -> None:
+    def __init__(
+        self, seed: str, directory: str, report: Path, *, mean_seconds: float, alone: bool = False
+    ) -> None:
         self._choices, self._alone = random.Random(seed), alone
         self._roll, self._report, self._mean = Roll(directory), report, mean_seconds
         self._next = time.monotonic() + 1.0
@@ -259,12 +280,18 @@ class Gusts:
             there = sorted(number for number, pid in listed.items() if pid in by_pid)
             if len(there) < 2 or (self._alone and self._roll.struck is not None):
                 return
-            count = 1 if self._alone else min(self._choices.choice((1, 1, 2, len(there) - 1)), len(there) - 1)
+            count = (
+                1
+                if self._alone
+                else min(self._choices.choice((1, 1, 2, len(there) - 1)), len(there) - 1)
+            )
             for number in self._choices.sample(there, count):
                 self._roll.remove(number)
                 self._strike(by_pid[listed[number]], number, f"instant, {count} of {len(there)}")
 
-    def _strike_at_birth(self, living: Collection[BaseProcess], replacements: Collection[int], now: float) -> None:
+    def _strike_at_birth(
+        self, living: Collection[BaseProcess], replacements: Collection[int], now: float
+    ) -> None:
         for process in living:
             assert process.pid is not None
             if process.pid in replacements and process.pid not in self._seen:
@@ -279,5 +306,8 @@ class Gusts:
 
     def _strike(self, process: BaseProcess, number: int, where: str) -> None:
         with self._report.open("a") as file:
-            file.write(json.dumps({"struck": time.time(), "how": "kill", "where": where, "number": number}) + "\n")
+            file.write(
+                json.dumps({"struck": time.time(), "how": "kill", "where": where, "number": number})
+                + "\n"
+            )
         process.kill()

@@ -29,7 +29,9 @@ from .wire import Wire
 
 _LONGEST_SILENCE = 100.0
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "danling", "elastic.plain_loop", "elastic.training"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "danling", "elastic.plain_loop", "elastic.training"]
+)
 
 
 @dataclass
@@ -141,7 +143,13 @@ def run_ranks(
     stopped: set[int] = set()
 
     def start(rank: int, *, joins: bool) -> None:
-        own = {**common, "ELASTIC_CHILD": "1", "RANK": str(rank), "LOCAL_RANK": str(rank), JOINS: "1" if joins else "0"}
+        own = {
+            **common,
+            "ELASTIC_CHILD": "1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            JOINS: "1" if joins else "0",
+        }
         process = _CONTEXT.Process(target=_enter, args=(function, own, os.getcwd()))
         process.start()
         assert process.pid is not None
@@ -159,7 +167,11 @@ def run_ranks(
             start(rank, joins=False)
         while living and time.monotonic() - began < timeout:
             time.sleep(0.01)
-            if end_agent_after is not None and time.monotonic() - began > end_agent_after and not lost_agent:
+            if (
+                end_agent_after is not None
+                and time.monotonic() - began > end_agent_after
+                and not lost_agent
+            ):
                 lost_agent = bool(coordinator.side.generation) and not coordinator._is_complete
                 if lost_agent:
                     coordinator.close()
@@ -175,7 +187,12 @@ def run_ranks(
                 disturb(living.values(), replacements)
             for rank, process in list(living.items()):
                 pid = process.pid
-                if continue_after is not None and pid is not None and pid not in stopped and _is_stopped(pid):
+                if (
+                    continue_after is not None
+                    and pid is not None
+                    and pid not in stopped
+                    and _is_stopped(pid)
+                ):
                     threading.Timer(continue_after(), _continue, [pid, stopped]).start()
                     stopped.add(pid)
                 if process.is_alive():
@@ -205,12 +222,16 @@ def _gaps(notes: list[dict[str, Any]]) -> list[float]:
     """Return the seconds from each death of a member to the first update that was made without it."""
     again = sorted((note["again"], set(note["members"])) for note in notes if "again" in note)
     deaths = [
-        note for note in notes if "struck" in note and note["how"] in ("kill", "exit") and note.get("number", -1) >= 0
+        note
+        for note in notes
+        if "struck" in note and note["how"] in ("kill", "exit") and note.get("number", -1) >= 0
     ]
     found = []
     for death in deaths:
         after = [
-            at - death["struck"] for at, members in again if at > death["struck"] and death["number"] not in members
+            at - death["struck"]
+            for at, members in again
+            if at > death["struck"] and death["number"] not in members
         ]
         found += after[:1]
     return found

@@ -25,7 +25,9 @@ def test_spare_that_has_ended_is_no_replacement() -> None:
     "words",
     ["--ranks 3", "--ranks 2 --nnodes 2 --rdzv-endpoint node1:29500", "--ranks 2 --spares 0"],
 )
-def test_ranks_are_told_how_the_command_was_started(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_told_how_the_command_was_started(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launches: list[Launch] = []
 
     def run_agent(launch: Launch) -> int:

@@ -68,7 +68,9 @@ class Figures:
     def __str__(self) -> str:
         ordered = sorted(self.gaps) or [0.0]
         p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        middle, highest, longest = (1000 * value for value in (statistics.median(ordered), p99, ordered[-1]))
+        middle, highest, longest = (
+            1000 * value for value in (statistics.median(ordered), p99, ordered[-1])
+        )
         return (
             f"{self.faults.total()} faults ({dict(self.faults)}) at {len(self.places)} places in {self.jobs.total()} jobs "
             f"({dict(self.jobs)}), "
@@ -84,7 +86,12 @@ def _records(directory: Path) -> list[dict[str, Any]]:
 def _metrics(directory: Path) -> list[tuple[int, str, float]]:
     """Return each loss in metrics.jsonl."""
     names = ("train/loss", "val/loss")
-    return [(each["step"], name, each[name]) for each in _records(directory) for name in names if name in each]
+    return [
+        (each["step"], name, each[name])
+        for each in _records(directory)
+        for name in names
+        if name in each
+    ]
 
 
 def _saved(directory: Path) -> str:
@@ -145,7 +152,9 @@ def _job(seed: str, directory: Path) -> tuple[str, str, list[Ended]]:
 
 
 @pytest.mark.timeout(7200)
-def test_random_faults_end_as_if_undisturbed(undisturbed: dict[str, Undisturbed], tmp_path: Path) -> None:
+def test_random_faults_end_as_if_undisturbed(
+    undisturbed: dict[str, Undisturbed], tmp_path: Path
+) -> None:
     wanted, figures = share(1.0, otherwise=3), Figures()
     while figures.faults.total() < wanted:
         seed = f"{SEED}/{figures.jobs.total()}"

@@ -28,7 +28,13 @@ _UPDATES = 1000
 
 @contextmanager
 def started(
-    tmp_path: Path, faults: str, updates: int, *, options: Sequence[str] = (), ranks: int = 2, **more: str
+    tmp_path: Path,
+    faults: str,
+    updates: int,
+    *,
+    options: Sequence[str] = (),
+    ranks: int = 2,
+    **more: str,
 ) -> Iterator[subprocess.Popen[str]]:
     """Run the loop by hand on ranks, and end what is left at the end."""
     variables = {
@@ -53,7 +59,9 @@ def started(
         sys.executable,
         str(_HERE / "plain_loop.py"),
     ]
-    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         yield process
     finally:
@@ -78,7 +86,9 @@ def test_rank_that_is_killed_is_replaced(tmp_path: Path) -> None:
 
 
 def test_error_of_a_rank_is_shown_and_the_others_continue_without_it(tmp_path: Path) -> None:
-    with started(tmp_path, "1:reduce:10:raise", updates=60, REPLACEMENTS="0", SLOW_UNTIL="0") as process:
+    with started(
+        tmp_path, "1:reduce:10:raise", updates=60, REPLACEMENTS="0", SLOW_UNTIL="0"
+    ) as process:
         output, _ = process.communicate(timeout=patience(240))
     assert process.returncode == 0, output
     [end] = [note for note in notes_of(tmp_path) if "end" in note]
@@ -100,7 +110,10 @@ def test_second_interrupt_of_the_command_is_passed_on(tmp_path: Path) -> None:
         for count in (0, 1):
             wanted = "interrupts" if count else "number"
             end = time.monotonic() + patience(120)
-            while len([note for note in notes_of(tmp_path) if wanted in note]) < 2 and time.monotonic() < end:
+            while (
+                len([note for note in notes_of(tmp_path) if wanted in note]) < 2
+                and time.monotonic() < end
+            ):
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=patience(60))
@@ -112,7 +125,10 @@ def test_second_interrupt_of_the_command_is_passed_on(tmp_path: Path) -> None:
 def test_sigterm_of_the_command_ends_all_ranks(tmp_path: Path) -> None:
     with started(tmp_path, "", updates=10**9) as process:
         end = time.monotonic() + patience(120)
-        while len([note for note in notes_of(tmp_path) if "number" in note]) < 2 and time.monotonic() < end:
+        while (
+            len([note for note in notes_of(tmp_path) if "number" in note]) < 2
+            and time.monotonic() < end
+        ):
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=patience(60))

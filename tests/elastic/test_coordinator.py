@@ -21,7 +21,12 @@ from danling.elastic.agent import AgentLink
 from danling.elastic.coordinator import Coordinator
 from danling.elastic.wire import TOKEN, Channel, Closed, connect
 
-_SETTINGS: dict[str, Any] = {"least": 1, "wait_seconds": 0.3, "fence_seconds": 0.3, "replacements": None}
+_SETTINGS: dict[str, Any] = {
+    "least": 1,
+    "wait_seconds": 0.3,
+    "fence_seconds": 0.3,
+    "replacements": None,
+}
 
 
 class _Peer:
@@ -30,13 +35,17 @@ class _Peer:
     def __init__(self, coordinator: Coordinator, **hello: Any) -> None:
         self.heard: list[dict[str, Any]] = []
         address = f"127.0.0.1:{coordinator.port}"
-        self.channel, self.welcome = connect(address, {"pid": 0, "host": "here", **hello}, seconds=10)
+        self.channel, self.welcome = connect(
+            address, {"pid": 0, "host": "here", **hello}, seconds=10
+        )
 
     def say(self, kind: str, **values: Any) -> None:
         self.channel.send({"kind": kind, **values})
 
     def ready(self, generation: int, progress: int = 0) -> None:
-        self.say("ready", generation=generation, handle=f"h{generation}", progress=progress, digest="")
+        self.say(
+            "ready", generation=generation, handle=f"h{generation}", progress=progress, digest=""
+        )
 
     def hears(self, kind: str) -> dict[str, Any] | None:
         """Return the newest message of a kind that has come."""
@@ -67,7 +76,12 @@ def _run(ranks: int) -> Iterator[tuple[Coordinator, list[_Peer], _Peer]]:
             _until(partial(peer.hears, "form"))
             peer.say("formed", generation=1)
             peer.say("trains", settings=_SETTINGS)
-        _until(lambda: coordinator.side.phase == "run" and all(each.trains for each in coordinator._peers if each.pid))
+        _until(
+            lambda: (
+                coordinator.side.phase == "run"
+                and all(each.trains for each in coordinator._peers if each.pid)
+            )
+        )
         yield coordinator, peers, agent
     finally:
         os.environ.pop(TOKEN, None)
@@ -118,7 +132,11 @@ def test_others_form_without_a_rank_that_has_died() -> None:
         for peer in peers:
             assert _until(partial(peer.hears, "lost"))["generation"] == 1
             peer.ready(1, progress=7)
-        order = _until(lambda: next((m for m in peers[0].heard if m.get("generation") == 2), peers[0].hears("x")))
+        order = _until(
+            lambda: next(
+                (m for m in peers[0].heard if m.get("generation") == 2), peers[0].hears("x")
+            )
+        )
         assert order["members"] == [0, 2] and order["lost"][0]["member"] == 1
         assert not coordinator.verdict
 
@@ -134,7 +152,12 @@ def test_machine_that_is_lost_at_once_ends_no_run() -> None:
         def round_of_all(timeout: float | None = None) -> Any:
             found = select(timeout)
             if closed.is_set():
-                found.sort(key=lambda each: (each[0].data is None, getattr(each[0].data, "agent", None) != 1))
+                found.sort(
+                    key=lambda each: (
+                        each[0].data is None,
+                        getattr(each[0].data, "agent", None) != 1,
+                    )
+                )
                 return found
             return [each for each in found if getattr(each[0].data, "host", "") != "there"]
 
@@ -145,7 +168,9 @@ def test_machine_that_is_lost_at_once_ends_no_run() -> None:
         closed.set()
         _until(lambda: len(coordinator.side.living) == 3)
         time.sleep(0.1)
-        assert not coordinator.verdict and agent.hears("end") is None and peers[0].hears("end") is None
+        assert (
+            not coordinator.verdict and agent.hears("end") is None and peers[0].hears("end") is None
+        )
 
 
 def test_silent_rank_is_ended_and_busy_one_is_not() -> None:
@@ -225,7 +250,9 @@ def test_rank_that_has_finished_is_no_death() -> None:
         agent.say("exit", pid=100, code=0)
         answer = _until(lambda: agent.hears("replace"))
         assert not (answer["may"] or answer["others_continue"])
-        assert _until(lambda: peers[1].hears("complete")) and _until(lambda: agent.hears("complete"))
+        assert _until(lambda: peers[1].hears("complete")) and _until(
+            lambda: agent.hears("complete")
+        )
         assert not coordinator.verdict
 
 
@@ -239,7 +266,9 @@ def test_ranks_are_replaced_as_often_as_the_setting_says(limit: int) -> None:
         assert answer["may"] is (limit == 1) and answer["others_continue"]
 
 
-def test_replacement_that_ends_at_birth_is_replaced_where_another_machine_has_a_rank_of_its_number() -> None:
+def test_replacement_that_ends_at_birth_is_replaced_where_another_machine_has_a_rank_of_its_number() -> (
+    None
+):
     with _run(2) as (coordinator, _, _):
         there = _Peer(coordinator, agent=1, host="there")
         there.say("exit", pid=101, code=1)
@@ -254,7 +283,11 @@ def test_replacement_that_is_stopped_does_not_keep_a_complete_run_waiting() -> N
         late = _Peer(coordinator, pid=105)
         for peer in peers:
             peer.say("finished")
-        _until(lambda: not coordinator.side.roster or coordinator.side.living <= {late.welcome["member"]})
+        _until(
+            lambda: (
+                not coordinator.side.roster or coordinator.side.living <= {late.welcome["member"]}
+            )
+        )
         for _ in range(10):
             agent.say("stopped", pids=[105], traced=[], seconds=0.1)
         assert _until(lambda: agent.hears("kill"))["pid"] == 105
@@ -326,7 +359,9 @@ def test_end_that_is_read_before_another_rank_says_that_it_trains_is_a_change() 
         assert _until(partial(peers[0].hears, "lost"))["generation"] == 1
 
 
-def test_replacements_that_end_at_birth_do_not_end_the_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_replacements_that_end_at_birth_do_not_end_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with _run(2) as (coordinator, _peers, agent):
 
         def has(count: int) -> bool:
@@ -351,7 +386,9 @@ def test_replacements_that_end_at_birth_do_not_end_the_others(caplog: pytest.Log
         assert "no more is started" in caplog.text
 
 
-def test_replacements_that_end_before_an_update_are_not_replaced_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+def test_replacements_that_end_before_an_update_are_not_replaced_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with _run(2) as (coordinator, peers, agent):
 
         def told(pid: int) -> dict[str, Any] | None:

@@ -23,7 +23,9 @@ _UPDATES = 400
 
 
 @contextmanager
-def _two_agents(tmp_path: Path, faults: str, updates: int, slow_until: int) -> Iterator[list[subprocess.Popen[str]]]:
+def _two_agents(
+    tmp_path: Path, faults: str, updates: int, slow_until: int
+) -> Iterator[list[subprocess.Popen[str]]]:
     port = free_port()
     options = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--spares", "0"]
     with ExitStack() as stack:
@@ -31,7 +33,14 @@ def _two_agents(tmp_path: Path, faults: str, updates: int, slow_until: int) -> I
         for _ in range(2):
             agents.append(
                 stack.enter_context(
-                    started(tmp_path, faults, updates, options=options, ranks=1, SLOW_UNTIL=str(slow_until))
+                    started(
+                        tmp_path,
+                        faults,
+                        updates,
+                        options=options,
+                        ranks=1,
+                        SLOW_UNTIL=str(slow_until),
+                    )
                 )
             )
             # The first one is the machine of the address.

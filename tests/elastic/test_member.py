@@ -43,4 +43,7 @@ def test_rank_that_sends_its_state_for_long_answers_that_it_is_busy(
     member._side.settle()
     member._hear(_form(1))
     member._hear({"kind": "lost", "generation": 1})
-    assert coordinator.receive() == [{"kind": "formed", "generation": 1}, {"kind": "busy", "generation": 1}]
+    assert coordinator.receive() == [
+        {"kind": "formed", "generation": 1},
+        {"kind": "busy", "generation": 1},
+    ]

@@ -39,7 +39,11 @@ def test_lines_after_the_last_update_of_those_that_are_left_go(tmp_path: Path) -
 def test_line_that_is_nested_deep_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     deep = 100_000
-    _write(file, {"step": 1, "time": 0.0, "train/loss": 2.0}, rest=f'{{"step": 1, "x": {"[" * deep}{"]" * deep}}}\n')
+    _write(
+        file,
+        {"step": 1, "time": 0.0, "train/loss": 2.0},
+        rest=f'{{"step": 1, "x": {"[" * deep}{"]" * deep}}}\n',
+    )
     assert missing_records(file, [({"train/loss": 2.0}, 1)]) == []
     without_later(file, 2, [])
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1]
@@ -57,7 +61,11 @@ def test_line_with_other_measured_figures_is_not_missing(tmp_path: Path) -> None
     # A rank that reads no micro-batch has no tokens, and one without an update in it no speed.
     file = tmp_path / "metrics.jsonl"
     measured = {f"train/{name}": 1.0 for name in MEASURED}
-    _write(file, {"step": 1, "time": 0.0, "train/loss": 2.0, **measured}, {"step": 1, "time": 0.0, "val/loss": 2.0})
+    _write(
+        file,
+        {"step": 1, "time": 0.0, "train/loss": 2.0, **measured},
+        {"step": 1, "time": 0.0, "val/loss": 2.0},
+    )
     recent = [({"train/loss": 2.0}, 1), ({"val/loss": 2.0}, 1)]
     assert missing_records(file, recent) == []
     without_later(file, 1, recent)
@@ -66,10 +74,19 @@ def test_line_with_other_measured_figures_is_not_missing(tmp_path: Path) -> None
 
 def test_all_that_is_measured_is_known_as_measured(tmp_path: Path) -> None:
     training.train(str(tmp_path), steps=3, dir=str(tmp_path / "run"), gradient_sum="fast")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     names = {name.removeprefix("train/") for line in lines if "train/loss" in line for name in line}
     assert "step_seconds" in names
-    assert names - MEASURED == {"step", "time", "loss", "learning_rate", "grad_norm", "skipped_updates"}
+    assert names - MEASURED == {
+        "step",
+        "time",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "skipped_updates",
+    }
 
 
 def test_command_lists_the_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,9 +49,15 @@ def test_rank_that_ends_while_another_one_is_replaced_does_not_end_all(tmp_path:
         link = _Link(context)
         agent = ElasticAgent.__new__(ElasticAgent)
         agent._pcontext, agent._link, agent._coordinator = context, link, None  # type: ignore[assignment]
-        agent._spares, agent._variables, agent._launch = [], {}, Launch((sys.executable, *words), 3, spares=0)
+        agent._spares, agent._variables, agent._launch = (
+            [],
+            {},
+            Launch((sys.executable, *words), 3, spares=0),
+        )
         agent._uninterruptible_state_timeout = 0.0
-        workers = [SimpleNamespace(id=pid, global_rank=rank) for rank, pid in context.pids().items()]
+        workers = [
+            SimpleNamespace(id=pid, global_rank=rank) for rank, pid in context.pids().items()
+        ]
         group: Any = SimpleNamespace(spec=SimpleNamespace(role="default"), workers=workers)
         begun = context.pids()
         os.kill(begun[1], signal.SIGKILL)

@@ -91,7 +91,9 @@ def _is_ready_for_any(self: CoordinatorSide, member: int, generation: int) -> bo
 
 def _takes_the_last(self: CoordinatorSide, member: int, message: Message) -> None:
     if message["kind"] == "ready":
-        self.ready[member] = Ready(*(message[name] for name in ("generation", "handle", "progress", "digest")))
+        self.ready[member] = Ready(
+            *(message[name] for name in ("generation", "handle", "progress", "digest"))
+        )
     else:
         self.formed[member] = message["generation"]
 
@@ -104,25 +106,44 @@ def _first_leads(self: CoordinatorSide, taking_part: list[int]) -> None:
 @pytest.mark.parametrize(
     ("side", "name", "broken", "test"),
     [
-        (RankSide, "hear", _takes_any_form, test_protocol.test_form_of_an_earlier_attempt_is_not_followed),
+        (
+            RankSide,
+            "hear",
+            _takes_any_form,
+            test_protocol.test_form_of_an_earlier_attempt_is_not_followed,
+        ),
         (
             CoordinatorSide,
             "_is_ready",
             _is_ready_for_any,
             test_protocol.test_handle_of_an_earlier_generation_is_not_used,
         ),
-        (CoordinatorSide, "hear", _takes_the_last, test_protocol.test_late_message_does_not_replace_a_newer_one),
+        (
+            CoordinatorSide,
+            "hear",
+            _takes_the_last,
+            test_protocol.test_late_message_does_not_replace_a_newer_one,
+        ),
         (
             CoordinatorSide,
             "_begin_form",
             _first_leads,
             test_protocol.test_rank_that_is_furthest_leads_and_others_are_behind,
         ),
-        (CoordinatorSide, "_begin_form", _first_leads, test_protocol.test_two_states_of_one_update_are_refused),
+        (
+            CoordinatorSide,
+            "_begin_form",
+            _first_leads,
+            test_protocol.test_two_states_of_one_update_are_refused,
+        ),
     ],
 )
 def test_rule_that_is_broken_fails_its_test(
-    side: type[Any], name: str, broken: Callable[..., Any], test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    side: type[Any],
+    name: str,
+    broken: Callable[..., Any],
+    test: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     test()
     monkeypatch.setattr(side, name, broken)

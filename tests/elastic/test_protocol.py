@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from danling.elastic.protocol import NEW, CoordinatorSide, Message, RankSide, StateLost, StatesDiffer
+from danling.elastic.protocol import (
+    NEW,
+    CoordinatorSide,
+    Message,
+    RankSide,
+    StateLost,
+    StatesDiffer,
+)
 
 from .model import Explorer
 
@@ -17,9 +24,16 @@ from .model import Explorer
         {"ranks": 2, "generations": 2, "deaths": 1, "commits": 1},
         {"ranks": 2, "generations": 2, "births": 1},
         {"ranks": 3, "generations": 1, "deaths": 1},
-        pytest.param({"ranks": 2, "generations": 2, "deaths": 1, "forgets": False}, marks=pytest.mark.slow),
-        pytest.param({"ranks": 2, "generations": 2, "deaths": 1, "births": 1, "commits": 1}, marks=pytest.mark.slow),
-        pytest.param({"ranks": 2, "generations": 3, "deaths": 1, "commits": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            {"ranks": 2, "generations": 2, "deaths": 1, "forgets": False}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"ranks": 2, "generations": 2, "deaths": 1, "births": 1, "commits": 1},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"ranks": 2, "generations": 3, "deaths": 1, "commits": 1}, marks=pytest.mark.slow
+        ),
         pytest.param({"ranks": 3, "generations": 2, "deaths": 1}, marks=pytest.mark.slow),
         pytest.param({"ranks": 3, "generations": 2, "births": 1}, marks=pytest.mark.slow),
     ],
@@ -32,7 +46,13 @@ def test_every_state_has_a_way_to_run(options: dict[str, Any]) -> None:
 
 
 def _ready(generation: int, progress: int, digest: str = "a", handle: str = "h") -> Message:
-    return {"kind": "ready", "generation": generation, "progress": progress, "digest": digest, "handle": handle}
+    return {
+        "kind": "ready",
+        "generation": generation,
+        "progress": progress,
+        "digest": digest,
+        "handle": handle,
+    }
 
 
 def _formed(*progress: int, digests: str = "aaa") -> CoordinatorSide:

@@ -36,8 +36,12 @@ _SETTINGS = {"steps": _STEPS}
         (4, "2:reduce:10:late", 1),
     ],
 )
-def test_loop_by_hand_ends_as_if_undisturbed(ranks: int, faults: str, changes: int, tmp_path: Path) -> None:
-    ended = run_ranks(plain_loop.main, ranks, tmp_path / "report", variables={"FAULTS": faults, "FENCE": "0.3"})
+def test_loop_by_hand_ends_as_if_undisturbed(
+    ranks: int, faults: str, changes: int, tmp_path: Path
+) -> None:
+    ended = run_ranks(
+        plain_loop.main, ranks, tmp_path / "report", variables={"FAULTS": faults, "FENCE": "0.3"}
+    )
     assert not ended.verdict
     assert ended.hashes == {plain_loop.undisturbed(plain_loop.UPDATES)}
     assert changes <= max(note["changes"] for note in ended.ends)
@@ -47,13 +51,19 @@ def test_loop_by_hand_ends_as_if_undisturbed(ranks: int, faults: str, changes: i
 @pytest.mark.parametrize(
     ("broken", "ranks", "faults"),
     [
-        pytest.param(mutated.puts_in_early, 3, "0:reduced:10:abandon;1:reduced:10:abandon;2:sending:1:kill"),
+        pytest.param(
+            mutated.puts_in_early, 3, "0:reduced:10:abandon;1:reduced:10:abandon;2:sending:1:kill"
+        ),
         # Of three ranks each is a neighbour of the dead one, and wakes by itself.
         pytest.param(mutated.skips_leave, 4, "2:reduce:10:late", marks=pytest.mark.slow),
     ],
 )
 def test_process_with_a_broken_rule_fails_its_test(
-    broken: Callable[[], None], ranks: int, faults: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    broken: Callable[[], None],
+    ranks: int,
+    faults: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(plain_loop, "main", broken)
     # Far less than the timeout of a collective, which would end the wait that a broken rule makes.
@@ -68,8 +78,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return training.train(str(tmp_path_factory.mktemp("alone")), **_SETTINGS)[0]
 
 
-def _train(ranks: int, faults: str, directory: Path, settings: dict[str, Any] = _SETTINGS, **elastic: Any) -> Ended:
-    return train_ranks(ranks, directory, faults=faults, settings=settings, elastic={"fence_seconds": 0.3, **elastic})
+def _train(
+    ranks: int, faults: str, directory: Path, settings: dict[str, Any] = _SETTINGS, **elastic: Any
+) -> Ended:
+    return train_ranks(
+        ranks,
+        directory,
+        faults=faults,
+        settings=settings,
+        elastic={"fence_seconds": 0.3, **elastic},
+    )
 
 
 def _steps(directory: Path, name: str) -> list[int]:
@@ -77,7 +95,9 @@ def _steps(directory: Path, name: str) -> list[int]:
     return [record["step"] for line in lines if name in (record := json.loads(line))]
 
 
-def test_rank_that_ends_before_the_training_ends_the_others_with_a_plain_error(tmp_path: Path) -> None:
+def test_rank_that_ends_before_the_training_ends_the_others_with_a_plain_error(
+    tmp_path: Path,
+) -> None:
     # In the batch that is evaluated before the first update.
     ended = train_ranks(3, tmp_path, faults="1:born:1:kill", function=training.noted_error)
     assert "ended before all ranks trained" in ended.verdict
@@ -89,7 +109,12 @@ def test_collective_that_fails_after_the_step_is_an_error(shards: bool, tmp_path
     # The step cannot be taken back, and the update would be made twice.
     settings, elastic = {"steps": 6, "evaluate_interval": None}, {"shard_state": shards}
     ended = train_ranks(
-        3, tmp_path, settings=settings, elastic=elastic, function=training.noted_error, KIND="collecting"
+        3,
+        tmp_path,
+        settings=settings,
+        elastic=elastic,
+        function=training.noted_error,
+        KIND="collecting",
     )
     texts = [note["text"] for note in ended.notes if note.get("error") == "RuntimeError"]
     assert len(texts) == 2
@@ -108,7 +133,9 @@ def test_second_training_of_a_start_is_refused(tmp_path: Path) -> None:
 def test_fewer_ranks_than_needed_save_and_end(undisturbed: str, tmp_path: Path) -> None:
     ended = _train(2, "1:leaf:40:kill", tmp_path, min_ranks=2, replacements=0, wait_seconds=0.5)
     assert sorted(ended.codes) == [-9, 143]
-    digest, _ = training.train(str(tmp_path), **_SETTINGS, dir=str(tmp_path / "run"), auto_resume=True)
+    digest, _ = training.train(
+        str(tmp_path), **_SETTINGS, dir=str(tmp_path / "run"), auto_resume=True
+    )
     assert digest == undisturbed
     assert _steps(tmp_path, "train/loss") == list(range(1, _STEPS + 1))
 
@@ -119,7 +146,12 @@ def test_workers_of_loaders_are_started_again(tmp_path: Path) -> None:
     begun = seconds_since_boot()
     short = {"steps": 24}  # each pass, which has few updates, starts workers
     digest, _ = training.train(str(tmp_path / "alone"), **short)
-    loaders = {"global_batch_size": 16, "micro_batch_size": 4, "num_workers": 2, "multiprocessing_context": "fork"}
+    loaders = {
+        "global_batch_size": 16,
+        "micro_batch_size": 4,
+        "num_workers": 2,
+        "multiprocessing_context": "fork",
+    }
     ended = _train(2, "1:leaf:15:kill", tmp_path, {**short, "dataloader": loaders})
     ended.check_changes()
     assert ended.hashes == {digest}
@@ -146,7 +178,9 @@ def test_workers_of_loaders_are_started_again(tmp_path: Path) -> None:
         pytest.param(2, "1:leaf:15:kill;2:born:1:kill", id="and a replacement at birth"),
     ],
 )
-def test_training_ends_as_if_undisturbed(ranks: int, faults: str, undisturbed: str, tmp_path: Path) -> None:
+def test_training_ends_as_if_undisturbed(
+    ranks: int, faults: str, undisturbed: str, tmp_path: Path
+) -> None:
     ended = _train(ranks, faults, tmp_path)
     ended.check_changes()
     assert ended.hashes == {undisturbed}

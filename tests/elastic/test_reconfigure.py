@@ -71,7 +71,13 @@ def _formed_in_order() -> tuple[bool, bool, int, int, float]:
         is_connected = False
     before = ranks.group.leave()
     ranks.group.form(1, ranks.handles(1, before, range(2))[::-1], _PATIENCE)
-    found = is_connected, ranks.group.handle() != before, dist.get_rank(), dist.get_world_size(), _sum()
+    found = (
+        is_connected,
+        ranks.group.handle() != before,
+        dist.get_rank(),
+        dist.get_world_size(),
+        _sum(),
+    )
     ranks.end()
     return found
 

@@ -30,11 +30,16 @@ def supported(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backend": "mpi"}, "backend='mpi'"),
         ({"compile": {"enable": True}}, "compile.enable=True"),
         ({"checkpoint": {"backend": "dcp"}}, "checkpoint.backend='dcp'"),
-        ({"checkpoint": {"remote": {"url": "s3://bucket/run"}}}, "checkpoint.remote.url='s3://bucket/run'"),
+        (
+            {"checkpoint": {"remote": {"url": "s3://bucket/run"}}},
+            "checkpoint.remote.url='s3://bucket/run'",
+        ),
         ({"audit": {"digest_interval": 5}}, "a setting of `audit`"),
     ],
 )
-def test_setting_that_needs_all_ranks_is_refused(more: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_setting_that_needs_all_ranks_is_refused(
+    more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="settings that allow a rank to end") as caught:
         dl.Runner(settings(workspace_root=str(tmp_path), elastic={"enabled": True}, **more))
     assert message in str(caught.value)
@@ -47,7 +52,9 @@ def test_runner_with_its_own_loop_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("supported")
-def test_program_without_a_coordinator_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_program_without_a_coordinator_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv(ADDRESS, raising=False)
     with pytest.raises(ValueError, match="danling run --ranks N -- python train.py"):
         dl.Runner(settings(workspace_root=str(tmp_path), elastic={"enabled": True}))
@@ -55,5 +62,7 @@ def test_program_without_a_coordinator_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_settings_do_not_change_the_id_of_a_run(tmp_path: Path) -> None:
     plain = dl.RunnerConfig(settings(workspace_root=str(tmp_path)))
-    elastic = dl.RunnerConfig(settings(workspace_root=str(tmp_path), elastic={"enabled": True, "min_ranks": 2}))
+    elastic = dl.RunnerConfig(
+        settings(workspace_root=str(tmp_path), elastic={"enabled": True, "min_ranks": 2})
+    )
     assert plain.config_id() == elastic.config_id()

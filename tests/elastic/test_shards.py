@@ -48,7 +48,9 @@ def _train(
     **elastic: Any,
 ) -> Ended:
     elastic = {"fence_seconds": 0.3, "shard_state": shards, **elastic}
-    return train_ranks(ranks, directory, faults=faults, settings=settings, elastic=elastic, function=function)
+    return train_ranks(
+        ranks, directory, faults=faults, settings=settings, elastic=elastic, function=function
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,21 +60,33 @@ def _train(
         pytest.param(3, "1:in_vote:9:kill", id="in the vote"),
         pytest.param(4, "2:vote_done:9:kill", id="after the vote"),
         pytest.param(3, "1:in_weights:9:kill", id="while weights are sent"),
-        pytest.param(3, "0:weights_done:9:kill", id="the main process after the step", marks=pytest.mark.slow),
+        pytest.param(
+            3, "0:weights_done:9:kill", id="the main process after the step", marks=pytest.mark.slow
+        ),
         pytest.param(3, "1:leaf:15:kill", id="in a micro-batch", marks=pytest.mark.slow),
         pytest.param(3, "2:save:3:kill", id="in a save", marks=pytest.mark.slow),
-        pytest.param(3, "0:saved:3:exit", id="the main process after a save", marks=pytest.mark.slow),
+        pytest.param(
+            3, "0:saved:3:exit", id="the main process after a save", marks=pytest.mark.slow
+        ),
         pytest.param(3, "1:leaf:15:raise", id="by an error", marks=pytest.mark.slow),
         pytest.param(3, "1:weights:9:stop", id="stopped for long", marks=pytest.mark.slow),
         pytest.param(3, "0:evaluating:2:kill", id="in an evaluation", marks=pytest.mark.slow),
         pytest.param(3, "1:vote_done:9:abandon", id="none, but one does not hear of the vote"),
         pytest.param(3, "0:weights_done:9:abandon", id="none, but one does not get the weights"),
         pytest.param(4, "0:leaf:12:kill;2:leaf:12:kill", id="two that are no neighbours at once"),
-        pytest.param(4, "1:leaf:9:kill;0:exchange_done:1:abandon;3:exchange:2:kill", id="one while parts are sent"),
-        pytest.param(5, "1:leaf:9:kill;3:stepped:16:exit;0:weights:24:kill", id="one after another of five"),
+        pytest.param(
+            4,
+            "1:leaf:9:kill;0:exchange_done:1:abandon;3:exchange:2:kill",
+            id="one while parts are sent",
+        ),
+        pytest.param(
+            5, "1:leaf:9:kill;3:stepped:16:exit;0:weights:24:kill", id="one after another of five"
+        ),
     ],
 )
-def test_training_ends_as_if_undisturbed(ranks: int, faults: str, undisturbed: str, tmp_path: Path) -> None:
+def test_training_ends_as_if_undisturbed(
+    ranks: int, faults: str, undisturbed: str, tmp_path: Path
+) -> None:
     ended = _train(ranks, faults, tmp_path)
     ended.check_changes()
     assert len(ended.hashes) == 1
@@ -87,7 +101,9 @@ _ONE_HAS_NEW_PARTS = "0:leaf:9:kill;3:taken:1:abandon;2:taken:1:kill"
 @pytest.mark.parametrize(
     ("broken", "faults"),
     [
-        pytest.param(mutated.drops_old_parts, _ONE_HAS_NEW_PARTS, id="old parts stay until all have theirs"),
+        pytest.param(
+            mutated.drops_old_parts, _ONE_HAS_NEW_PARTS, id="old parts stay until all have theirs"
+        ),
         pytest.param(mutated.skips_vote, _TWO_GIVE_UP, id="the vote comes before the step"),
     ],
 )
@@ -99,7 +115,10 @@ def test_rule_keeps_what_is_lost_without_it(
         directory.mkdir()
     assert not _train(4, faults, right, replacements=0).verdict
     assert _saved(right) == undisturbed
-    assert "Two ranks ended at once" in _train(4, faults, wrong, function=broken, replacements=0).verdict
+    assert (
+        "Two ranks ended at once"
+        in _train(4, faults, wrong, function=broken, replacements=0).verdict
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +140,17 @@ def test_other_optimizer_ends_as_if_undisturbed(optim: dict[str, Any], tmp_path:
     assert _saved(tmp_path) == alone
 
 
-_POINTS = ("update", "reduced", "vote", "in_vote", "vote_done", "weights", "in_weights", "weights_done", "stepped")
+_POINTS = (
+    "update",
+    "reduced",
+    "vote",
+    "in_vote",
+    "vote_done",
+    "weights",
+    "in_weights",
+    "weights_done",
+    "stepped",
+)
 
 
 @pytest.mark.slow
@@ -136,7 +165,9 @@ def test_random_faults_one_at_a_time_end_as_if_undisturbed(tmp_path: Path) -> No
         members = choices.sample(range(ranks), min(3, ranks - 1))
         counts = [10 + 22 * index + choices.randrange(8) for index in range(len(members))]
         how = choices.choice(("kill", "kill", "exit"))
-        faults = ";".join(f"{m}:{choices.choice(_POINTS)}:{count}:{how}" for m, count in zip(members, counts))
+        faults = ";".join(
+            f"{m}:{choices.choice(_POINTS)}:{count}:{how}" for m, count in zip(members, counts)
+        )
         ended = _train(ranks, faults, directory, settings=settings)
         assert not ended.verdict, f"{ranks} ranks, {faults}: {ended.verdict}"
         assert _saved(directory) == alone, f"{ranks} ranks, {faults}"
@@ -153,12 +184,16 @@ def test_random_faults_one_at_a_time_end_as_if_undisturbed(tmp_path: Path) -> No
         pytest.param(4, "1:leaf:9:kill", id="after a change, when older parts are dropped"),
     ],
 )
-def test_each_state_is_on_two_ranks(ranks: int, faults: str, undisturbed: str, tmp_path: Path) -> None:
+def test_each_state_is_on_two_ranks(
+    ranks: int, faults: str, undisturbed: str, tmp_path: Path
+) -> None:
     # After a change there are as many as it says: the replacement may come before the end or not.
     ended = _train(ranks, faults, tmp_path)
     left = {note["changes"][-1][1] if faults else ranks for note in ended.ends}
     saved = torch.load(tmp_path / "run" / "checkpoints" / "latest.pth", weights_only=True)
-    whole = sum(value.nbytes for state in saved["optimizer"]["state"].values() for value in state.values())
+    whole = sum(
+        value.nbytes for state in saved["optimizer"]["state"].values() for value in state.values()
+    )
     kept = [note["has"] for note in ended.ends]
     assert not ended.verdict
     assert _saved(tmp_path) == undisturbed
@@ -198,7 +233,10 @@ def test_neighbours_that_end_at_once_end_the_run_by_name(tmp_path: Path) -> None
 def test_shards_are_even_and_each_is_on_two_ranks(ranks: int) -> None:
     sizes = tuple(1 + (index * 7919) % 101 for index in range(60))
     found = [parts_of(sizes, ranks, rank) for rank in range(ranks)]
-    loads = [sum(size for size, owner in zip(sizes, owners(sizes, ranks)) if owner == rank) for rank in range(ranks)]
+    loads = [
+        sum(size for size, owner in zip(sizes, owners(sizes, ranks)) if owner == rank)
+        for rank in range(ranks)
+    ]
     assert max(loads) - min(loads) <= max(sizes)
     for index in range(len(sizes)):
         assert sum(index in each for each in found) == min(ranks, 2)
@@ -207,7 +245,13 @@ def test_shards_are_even_and_each_is_on_two_ranks(ranks: int) -> None:
 def _hooked(directory: Path, **more: str) -> Ended:
     settings, elastic = {"steps": 4, "evaluate_interval": None}, {"shard_state": True}
     return train_ranks(
-        3, directory, settings=settings, elastic=elastic, function=training.noted_error, KIND="hooked", **more
+        3,
+        directory,
+        settings=settings,
+        elastic=elastic,
+        function=training.noted_error,
+        KIND="hooked",
+        **more,
     )
 
 

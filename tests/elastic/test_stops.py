@@ -30,10 +30,16 @@ _OF_ANY_THREAD = 0x40000000
     ("faults", "codes"),
     [
         pytest.param("1:leaf:10:hold", [0, 0, 0], id="while the others wait in a collective"),
-        pytest.param("1:leaf:10:hold;2:leaf:10:kill", [-9, 0, 0, 0], id="while the others form without a third"),
+        pytest.param(
+            "1:leaf:10:hold;2:leaf:10:kill",
+            [-9, 0, 0, 0],
+            id="while the others form without a third",
+        ),
     ],
 )
-def test_rank_in_a_long_call_of_c_is_not_killed(faults: str, codes: list[int], tmp_path: Path) -> None:
+def test_rank_in_a_long_call_of_c_is_not_killed(
+    faults: str, codes: list[int], tmp_path: Path
+) -> None:
     assert HELD_SECONDS > 4 * _FENCE
     variables = {"FAULTS": faults, "FENCE": str(_FENCE)}
     ended = run_ranks(plain_loop.main, 3, tmp_path / "report", variables=variables)
@@ -83,14 +89,18 @@ class _Debugger:
         if self._trace(request, thread, None, None) != 0:
             number = ctypes.get_errno()
             if request == _ATTACH and number in (1, 38):
-                pytest.skip(f"this machine lets no process trace another one: {os.strerror(number)}")
+                pytest.skip(
+                    f"this machine lets no process trace another one: {os.strerror(number)}"
+                )
             raise OSError(number, os.strerror(number))
 
 
 def test_rank_under_a_debugger_is_not_killed(tmp_path: Path) -> None:
     debugger = _Debugger(tmp_path / "report")
     variables = {"FENCE": str(_FENCE), "PAUSE_AT": "5"}
-    ended = run_ranks(plain_loop.main, 3, tmp_path / "report", variables=variables, disturb=debugger)
+    ended = run_ranks(
+        plain_loop.main, 3, tmp_path / "report", variables=variables, disturb=debugger
+    )
     assert debugger.has_left and debugger.states == {"t"}
     assert ended.codes == [0, 0, 0] and not ended.verdict
     assert ended.hashes == {plain_loop.undisturbed(plain_loop.UPDATES)}
@@ -123,4 +133,6 @@ def test_job_that_was_suspended_loses_no_rank(tmp_path: Path) -> None:
     assert process.returncode == 0, output
     assert "a replacement is started" not in output
     ends = [note for note in notes_of(tmp_path) if "end" in note]
-    assert [(note["end"], note["changes"]) for note in ends] == [(plain_loop.undisturbed(updates), 0)] * 2
+    assert [(note["end"], note["changes"]) for note in ends] == [
+        (plain_loop.undisturbed(updates), 0)
+    ] * 2

@@ -59,7 +59,10 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
         is_replaced = torch.rand(8) < 0.1
-        return {"input": torch.where(is_replaced, torch.randint(0, 13, (8,)), row[:-1]), "target": row[1:]}
+        return {
+            "input": torch.where(is_replaced, torch.randint(0, 13, (8,)), row[:-1]),
+            "target": row[1:],
+        }
 
 
 class Gpt(nn.Module):
@@ -68,7 +71,9 @@ class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(13, 16), nn.Embedding(8, 16)
-        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+        self.block = nn.TransformerEncoderLayer(
+            16, 2, 32, dropout=0.1, batch_first=True, norm_first=True
+        )
         self.head = nn.Linear(16, 13)
         self.register_buffer("mask", torch.ones(8, 8, dtype=torch.bool).triu(1), persistent=False)
 
@@ -134,7 +139,9 @@ class Hooked(Net):
 
     def optimizer_step(self) -> None:
         super().optimizer_step()
-        stale = sum(not torch.equal(one, other) for one, other in zip(self.seen, self.model.parameters()))
+        stale = sum(
+            not torch.equal(one, other) for one, other in zip(self.seen, self.model.parameters())
+        )
         note(stale=stale, missing=self.missing)
 
 
@@ -143,7 +150,11 @@ class Collecting(Net):
 
     def optimizer_step(self) -> None:
         super().optimizer_step()
-        if self.state.train.global_step == 2 and self.rank == 2 and os.environ["DANLING_ELASTIC_JOINS"] == "0":
+        if (
+            self.state.train.global_step == 2
+            and self.rank == 2
+            and os.environ["DANLING_ELASTIC_JOINS"] == "0"
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.zeros(1))
 
@@ -175,7 +186,12 @@ class Striker(Observer):
         self._step = self._runner.state.train.global_step
         if self._has_changed:
             self._has_changed = False
-            note(update=self._step, again=time.time(), size=self._runner.world_size, members=self._members())
+            note(
+                update=self._step,
+                again=time.time(),
+                size=self._runner.world_size,
+                members=self._members(),
+            )
             if isinstance(self._faults, Storm):
                 self._faults.made_update(self._members())
         self._faults.at("stepped")
@@ -296,7 +312,13 @@ def digest_of_file(path: Path) -> str:
     payload = torch.load(path, weights_only=True)
     for name in ("model", "ema", "optimizer", "scheduler"):
         _add(found, payload[name])
-    _add(found, {name: payload["state"]["train"][name] for name in ("global_step", "samples", "micro_step")})
+    _add(
+        found,
+        {
+            name: payload["state"]["train"][name]
+            for name in ("global_step", "samples", "micro_step")
+        },
+    )
     return found.hexdigest()[:16]
 
 
@@ -326,7 +348,11 @@ def elastic_rank() -> None:
         assert ranks is not None
         assert training is not None
         number = ranks.member.number
-        faults = Storm(number, has_shards=training.shards is not None) if "STORM" in os.environ else Faults(number)
+        faults = (
+            Storm(number, has_shards=training.shards is not None)
+            if "STORM" in os.environ
+            else Faults(number)
+        )
         files = _FILES[os.environ["OPENED"]]() if "OPENED" in os.environ else None
         faults.at("born")
         runner.observers.append(Striker(faults, runner))
@@ -358,11 +384,19 @@ def noted_error() -> None:
 def two_trainings() -> None:
     """Train, and try to train again with the same runner and with another one."""
     quiet()
-    more = {"elastic": {"enabled": True}, "steps": 3, "dir": os.environ["ROOT"] + "/run", "evaluate_interval": None}
+    more = {
+        "elastic": {"enabled": True},
+        "steps": 3,
+        "dir": os.environ["ROOT"] + "/run",
+        "evaluate_interval": None,
+    }
     with Net(settings(workspace_root=os.environ["ROOT"], **more)) as runner:
         runner.train()
         runner.config.steps = 6
-        for again in (runner.train, lambda: Net(settings(workspace_root=os.environ["ROOT"], **more))):
+        for again in (
+            runner.train,
+            lambda: Net(settings(workspace_root=os.environ["ROOT"], **more)),
+        ):
             try:
                 again()
             except ValueError as error:
@@ -384,7 +418,9 @@ def _digest_alone(runner: Net) -> str:
 
 
 def _bytes_of(states: Iterable[dict[str, Any]]) -> int:
-    tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [
+        value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+    ]
     return sum(tensor.nbytes for tensor in tensors)
 
 

@@ -13,7 +13,15 @@ from danling import demo
 
 
 def test_the_demo_kills_the_program_and_finds_the_same_bits(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "danling.demo", "--kills", "2", "--dir", str(tmp_path / "demo")]
+    command = [
+        sys.executable,
+        "-m",
+        "danling.demo",
+        "--kills",
+        "2",
+        "--dir",
+        str(tmp_path / "demo"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     kills = [int(number) for number in re.findall(r"SIGKILL after update (\d+)", done.stdout)]
     assert len(kills) == 2 and 0 < kills[0] < kills[1]
@@ -57,17 +65,26 @@ def test_a_difference_is_found(
     def start(directory: Path, updates: int) -> subprocess.Popen[str]:
         starts.append(directory.name)
         number = int(directory.name == "killed")
-        lines = "".join(f'{{"step": {step}, "train/loss": {loss}}}\n' for step, loss in enumerate(losses[number]))
+        lines = "".join(
+            f'{{"step": {step}, "train/loss": {loss}}}\n'
+            for step, loss in enumerate(losses[number])
+        )
         words = [str(directory), lines, "60" if len(starts) == 2 else "0", last[number]]
-        return subprocess.Popen([sys.executable, "-c", PROGRAM, *words], stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *words], stdout=subprocess.PIPE, text=True
+        )
 
     monkeypatch.setattr(demo, "start", start)
     assert demo.compare(tmp_path, kills=1, seed=0) is is_same
     assert starts == ["alone", "killed", "killed"]
 
 
-@pytest.mark.parametrize(("words", "received"), [(["--kills", "0"], "--kills 0"), (["--dir", "there"], "--dir there")])
-def test_impossible_options_are_refused(words: list[str], received: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "received"), [(["--kills", "0"], "--kills 0"), (["--dir", "there"], "--dir there")]
+)
+def test_impossible_options_are_refused(
+    words: list[str], received: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("there").mkdir()
     with pytest.raises(SystemExit):
         demo.main(words)

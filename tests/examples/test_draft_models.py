@@ -40,7 +40,11 @@ def random_draft(kind: str) -> Eagle3 | DFlash | Domino:
 
 def embedded() -> tuple[Tensor, Tensor, nn.Embedding]:
     """Return tokens (B, S), features (B, S, 3 d) and an embedding."""
-    return torch.randint(TOKENS, (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, 3 * WIDTH), nn.Embedding(TOKENS, WIDTH)
+    return (
+        torch.randint(TOKENS, (BATCH, LENGTH)),
+        torch.randn(BATCH, LENGTH, 3 * WIDTH),
+        nn.Embedding(TOKENS, WIDTH),
+    )
 
 
 def test_draft_vocabulary_maps_both_ways() -> None:
@@ -95,7 +99,9 @@ def test_eagle3_loss_equals_a_loop_over_positions() -> None:
             total -= 0.8**step * (probabilities * scores[sample, step, end].log_softmax(0)).sum()
             norm += 0.8**step
     assert norm > 3
-    torch.testing.assert_close(loss, total * sum(0.8**step for step in range(STEPS)) / norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        loss, total * sum(0.8**step for step in range(STEPS)) / norm, rtol=1e-6, atol=0
+    )
 
 
 def test_dflash_makes_many_anchors_as_one_at_a_time() -> None:
@@ -108,7 +114,9 @@ def test_dflash_makes_many_anchors_as_one_at_a_time() -> None:
         for number, anchor in enumerate(anchors[sample].tolist()):
             row = slice(sample, sample + 1)
             # What the target has at the time of drafting: nothing of the anchor, nothing behind it.
-            alone = draft(features[row, :anchor], blocks[row, number, None], anchors[row, number, None])["hidden"]
+            alone = draft(
+                features[row, :anchor], blocks[row, number, None], anchors[row, number, None]
+            )["hidden"]
             torch.testing.assert_close(together[sample, number], alone[0, 0], rtol=0, atol=1e-12)
 
 
@@ -118,7 +126,11 @@ def test_domino_corrects_in_training_as_token_by_token() -> None:
     tokens, features, embed = embedded()
     anchors = torch.tensor([[1, 4, 6], [2, 3, 7]])
     chosen, _ = block_tokens(
-        tokens, torch.ones_like(tokens, dtype=torch.bool), anchors, torch.ones_like(anchors, dtype=torch.bool), BLOCK
+        tokens,
+        torch.ones_like(tokens, dtype=torch.bool),
+        anchors,
+        torch.ones_like(anchors, dtype=torch.bool),
+        BLOCK,
     )
     blocks = torch.randn(BATCH, 3, BLOCK, WIDTH)
     pred = draft(features, blocks, anchors, embed(chosen[..., :-1]))
@@ -131,4 +143,6 @@ def test_domino_corrects_in_training_as_token_by_token() -> None:
             # What is drafted is fed back; here it is what stands in the sequence.
             token = tokens[torch.arange(BATCH), anchor + k - 1]
             correction, state = draft.correct(base[:, number, k - 1], embed(token), state)
-            torch.testing.assert_close(pred["correction"][:, number, k - 1], correction, rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                pred["correction"][:, number, k - 1], correction, rtol=0, atol=1e-12
+            )

@@ -49,14 +49,18 @@ def arguments(**more: object) -> list[str]:
     flat = {}
     for key, value in SMALL.items():
         flat.update(
-            {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+            {f"{key}.{name}": inner for name, inner in value.items()}
+            if isinstance(value, dict)
+            else {key: value}
         )
     flat |= {key.replace("__", "."): value for key, value in more.items()}
     return [word for key, value in flat.items() for word in (f"--{key}", str(value))]
 
 
 def end_of(directory: str) -> tuple[dict[str, torch.Tensor], object]:
-    return import_weights(f"{directory}/draft.safetensors"), json.loads(Path(directory, "results.json").read_text())
+    return import_weights(f"{directory}/draft.safetensors"), json.loads(
+        Path(directory, "results.json").read_text()
+    )
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("domino", marks=pytest.mark.slow)])
@@ -70,7 +74,9 @@ def test_offline_and_together_are_the_same_run(
     assert not differences(end_of("offline"), end_of("together"))
     assert held == 24 and not list(Path("files/train").rglob("*.safetensors"))
     printed = capsys.readouterr().out
-    assert len(re.findall(r"^acceptance_length \S+ -> \S+ of at most 4$", printed, re.MULTILINE)) == 2, printed
+    assert (
+        len(re.findall(r"^acceptance_length \S+ -> \S+ of at most 4$", printed, re.MULTILINE)) == 2
+    ), printed
 
 
 def test_captured_states_give_the_scores_of_the_target(target: nn.Module) -> None:
@@ -97,6 +103,8 @@ def test_text_written_with_a_draft_equals_the_targets_own(kind: str, target: nn.
     with torch.no_grad():
         while len(alone) < 40:
             alone = torch.cat([alone, target(alone[None]).logits[0, -1:].argmax(-1)])
-    text, rounds = speculate(target, drafts[kind](), ends, prompt, layers=layers, length=40, count=4)
+    text, rounds = speculate(
+        target, drafts[kind](), ends, prompt, layers=layers, length=40, count=4
+    )
     assert torch.equal(text, alone)
     assert sum(rounds) >= 35 and all(1 <= kept <= 5 for kept in rounds)

@@ -25,7 +25,9 @@ def write_target(directory: str | Path) -> None:
         {"model.embed_tokens.weight": embedding, "lm_head.weight": torch.eye(TOKENS, WIDTH)},
         Path(directory) / "model.safetensors",
     )
-    counts = torch.bincount(torch.cat([LANGUAGE.sample(i, LENGTH) for i in range(50)]), minlength=TOKENS)
+    counts = torch.bincount(
+        torch.cat([LANGUAGE.sample(i, LENGTH) for i in range(50)]), minlength=TOKENS
+    )
     torch.save(counts, Path(directory) / "token_counts.pt")
 
 
@@ -52,7 +54,9 @@ def captured(count: int, seed: int, *, prompt: int = 4) -> list[dict[str, Tensor
     return samples
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "domino", "eagle3"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("dflash", marks=pytest.mark.slow), "domino", "eagle3"]
+)
 def test_acceptance_rises_on_a_learnable_target(kind: str) -> None:
     write_target("target")
     config = DraftConfig(steps=60, log=False)

@@ -37,7 +37,12 @@ def test_learns_more_than_frequencies_and_leaves_its_files(text: list[str]) -> N
     assert validation < entropy
     (run,) = Path("experiments/gpt").iterdir()
     left = {str(path.relative_to(run)) for path in run.rglob("*")}
-    assert {"checkpoints/latest.pth", "checkpoints/best.pth", "results.json", "metadata/config.full.yaml"} <= left
+    assert {
+        "checkpoints/latest.pth",
+        "checkpoints/best.pth",
+        "results.json",
+        "metadata/config.full.yaml",
+    } <= left
     assert any(name.endswith(".log") for name in left)
 
 
@@ -46,12 +51,16 @@ def test_learns_more_than_frequencies_and_leaves_its_files(text: list[str]) -> N
     [
         (("tensor",), ()),
         pytest.param(("shard", "tensor"), (), marks=pytest.mark.slow),
-        pytest.param(("pipeline",), ("--model.tied", "false", "--model.depth", "2"), marks=pytest.mark.slow),
+        pytest.param(
+            ("pipeline",), ("--model.tied", "false", "--model.depth", "2"), marks=pytest.mark.slow
+        ),
         pytest.param(("expert",), ("--model.experts", "4"), marks=pytest.mark.slow),
     ],
     ids=["tensor", "mesh", "pipeline", "experts"],
 )
-def test_runs_unchanged_on_a_mesh(axes: tuple[str, ...], options: tuple[str, ...], text: list[str]) -> None:
+def test_runs_unchanged_on_a_mesh(
+    axes: tuple[str, ...], options: tuple[str, ...], text: list[str]
+) -> None:
     degrees = [argument for axis in axes for argument in (f"--parallel.axes.{axis}", "2")]
     arguments = ("--steps", "20", *AT_TIMES, *text, "--stack", "parallel", *degrees, *options)
     exit_code, output = run_program(EXAMPLES / "gpt.py", *arguments, nproc_per_node=2 ** len(axes))

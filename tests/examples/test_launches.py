@@ -59,8 +59,12 @@ def slurm() -> dict[str, str]:
     }
 
 
-def run_job(slurm: dict[str, str], *args: str, preempt_with: signal.Signals | None = None) -> Finished:
-    with Job(["bash", str(EXAMPLES / "slurm" / "preemption.sbatch"), *args], environment=slurm) as job:
+def run_job(
+    slurm: dict[str, str], *args: str, preempt_with: signal.Signals | None = None
+) -> Finished:
+    with Job(
+        ["bash", str(EXAMPLES / "slurm" / "preemption.sbatch"), *args], environment=slurm
+    ) as job:
         if preempt_with is not None:
             job.wait_for_output("epoch 2:")
             for task in Path("tasks").read_text().split():
@@ -86,9 +90,18 @@ def test_a_preempted_job_saves_requeues_itself_and_goes_on(slurm: dict[str, str]
 
 def test_two_agents_make_one_run() -> None:
     head = f"127.0.0.1:{free_port()}"
-    environment = {**variables(), "HEAD": head, "NNODES": "2", "LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **variables(),
+        "HEAD": head,
+        "NNODES": "2",
+        "LOCAL_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [str(EXAMPLES / "multinode.sh"), str(EXAMPLES / "digits.py"), "--epochs", "2"]
-    with Job(command, environment=environment) as first, Job(command, environment=environment) as second:
+    with (
+        Job(command, environment=environment) as first,
+        Job(command, environment=environment) as second,
+    ):
         ends = [first.wait(100.0), second.wait(100.0)]
     assert [end.exit_code for end in ends] == [0, 0], ends
     said = [end.output for end in ends if "test accuracy" in end.output]

@@ -25,6 +25,11 @@ def test_the_ports_train(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning")
     for name, figure in (("gan.py", "untrained"), ("gpt.py", "bits per character")):
         ended = run_program(
-            ROOT / "benchmarks" / "ports" / name, "--steps", "4", "--dir", str(tmp_path / name), timeout=200
+            ROOT / "benchmarks" / "ports" / name,
+            "--steps",
+            "4",
+            "--dir",
+            str(tmp_path / name),
+            timeout=200,
         )
         assert ended.exit_code == 0 and figure in ended.output, ended.output

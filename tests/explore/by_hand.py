@@ -15,9 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .spec import ADAPTIVE, Evaluation, MicroBatch, Optimizer, Program, Record, Schedule, Update, taken_apart
+from .spec import (
+    ADAPTIVE,
+    Evaluation,
+    MicroBatch,
+    Optimizer,
+    Program,
+    Record,
+    Schedule,
+    Update,
+    taken_apart,
+)
 
-Window = list[list[MicroBatch]]  # of an update: for each pass through `train_step`, the micro-batches of the ranks
+Window = list[
+    list[MicroBatch]
+]  # of an update: for each pass through `train_step`, the micro-batches of the ranks
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {}),
     "momentum": ("SGD", {"momentum": 0.9}),
@@ -29,7 +41,9 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def expected(program: Program, parts: Mapping[str, Any], given: Record, *, exact: bool = True) -> Record:
+def expected(
+    program: Program, parts: Mapping[str, Any], given: Record, *, exact: bool = True
+) -> Record:
     """Return what a run of a program should leave; of the record, what it marks as given is read."""
     return Run(program, parts, given, exact=exact).train()
 
@@ -39,18 +53,29 @@ def windows(program: Program, given: Record, ranks: int) -> Iterator[tuple[Windo
     settings, size = program.settings, program.settings.batch_size or 1
     batch = settings.global_batch_size or size * ranks
     shares, stretch = [program.data.train], batch
-    if program.data.source == "iterable" or program.data.sampler:  # each rank reads all of it, each worker its part
+    if (
+        program.data.source == "iterable" or program.data.sampler
+    ):  # each rank reads all of it, each worker its part
         workers = 1 if program.data.sampler else settings.num_workers or 1
-        shares, stretch = [len(range(worker, program.data.train, workers)) for worker in range(workers)] * ranks, size
+        shares, stretch = (
+            [len(range(worker, program.data.train, workers)) for worker in range(workers)] * ranks,
+            size,
+        )
     keeps = settings.drop_last is False  # the default drops what does not fill a batch
     length = sum(share if keeps else share - share % stretch for share in shares)
     window: Window = []
     read = in_window = 0
-    for row in zip(*([micro for micro in given.micro_batches if micro.rank == rank] for rank in range(ranks))):
+    for row in zip(
+        *([micro for micro in given.micro_batches if micro.rank == rank] for rank in range(ranks))
+    ):
         window.append(list(row))
         samples = sum(micro.samples for micro in row)
         read, in_window = read + samples, in_window + samples
-        is_full = in_window >= batch if settings.global_batch_size else len(window) == settings.accum_steps
+        is_full = (
+            in_window >= batch
+            if settings.global_batch_size
+            else len(window) == settings.accum_steps
+        )
         if is_full or read >= length:
             yield window, read >= length
             window, in_window, read = [], 0, read if read < length else 0
@@ -80,7 +105,10 @@ def weight_of(program: Program, target: Tensor) -> float:
         return float(torch.where(first > 0, 2.0, 0.5).double().sum())
     if target.is_floating_point():
         return float(target.numel())
-    classes, ignored = target.long(), -100 if criterion.kind == "in_model" else criterion.ignore_index
+    classes, ignored = (
+        target.long(),
+        -100 if criterion.kind == "in_model" else criterion.ignore_index,
+    )
     if ignored is not None:
         classes = classes[classes != ignored]
     weights = torch.tensor(criterion.weights, dtype=torch.float64)
@@ -94,13 +122,24 @@ def factor_of(schedule: Schedule, n: int, total: int) -> float:
         return float(torchs[schedule.kind])
     if n < schedule.warmup:
         return (n + 1) / schedule.warmup
-    start = max(total - round(0.1 * total), schedule.warmup) if schedule.kind == "wsd" else schedule.warmup
+    start = (
+        max(total - round(0.1 * total), schedule.warmup)
+        if schedule.kind == "wsd"
+        else schedule.warmup
+    )
     done = max(n - start, 0) / max(total - start, 1) if n < total else 1.0
-    shapes = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "wsd": 1 - done}
+    shapes = {
+        "constant": 1.0,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": 1 - done,
+        "wsd": 1 - done,
+    }
     return shapes[schedule.kind]
 
 
-def make_optimizers(settings: Optimizer, named: Mapping[str, Tensor], own: Any) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    settings: Optimizer, named: Mapping[str, Tensor], own: Any
+) -> list[torch.optim.Optimizer]:
     """Return the optimizers over named parameters, one for each phase of an update; `own` is the class of the user's."""
 
     def of(kind: str, *groups: dict[str, Any]) -> Any:
@@ -109,16 +148,28 @@ def make_optimizers(settings: Optimizer, named: Mapping[str, Tensor], own: Any) 
         return (getattr(torch.optim, name) if name else own)(list(groups), **options)
 
     def group(is_member: Callable[[str], bool], lr: float, decay: float) -> dict[str, Any]:
-        return {"params": [each for name, each in named.items() if is_member(name)], "lr": lr, "weight_decay": decay}
+        return {
+            "params": [each for name, each in named.items() if is_member(name)],
+            "lr": lr,
+            "weight_decay": decay,
+        }
 
     lr, decay = settings.lr, settings.weight_decay
     if settings.kind == "two":
-        head, rest = group(lambda name: name[:5] == "head.", lr, 0.0), group(lambda name: name[:5] != "head.", lr, 0.0)
+        head, rest = (
+            group(lambda name: name[:5] == "head.", lr, 0.0),
+            group(lambda name: name[:5] != "head.", lr, 0.0),
+        )
         return [of("sgd", head), of("adam", rest)]
     if not settings.groups:
         return [of(settings.kind, group(lambda name: True, lr, decay))]
-    others, biases = group(lambda name: "bias" not in name, lr, decay), group(lambda name: "bias" in name, 2 * lr, 0.0)
-    is_kept = bool(biases["params"]) or not settings.by_config  # a configuration makes no group of nothing
+    others, biases = (
+        group(lambda name: "bias" not in name, lr, decay),
+        group(lambda name: "bias" in name, 2 * lr, 0.0),
+    )
+    is_kept = (
+        bool(biases["params"]) or not settings.by_config
+    )  # a configuration makes no group of nothing
     return [of(settings.kind, others, biases) if is_kept else of(settings.kind, others)]
 
 
@@ -131,7 +182,9 @@ class Phase:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         self.gradients: dict[int, Tensor] = {}
         self.loss = self.weight = self.norm = 0.0
         self.is_made = False
@@ -147,7 +200,9 @@ class Phase:
     def divide(self, by: float) -> None:
         """Divide the gradient, and look whether the update can be made."""
         self.gradients = {number: gradient / by for number, gradient in self.gradients.items()}
-        self.norm = math.sqrt(sum(float(each.abs().double().square().sum()) for each in self.gradients.values()))
+        self.norm = math.sqrt(
+            sum(float(each.abs().double().square().sum()) for each in self.gradients.values())
+        )
         self.is_made = self.weight > 0 and math.isfinite(self.norm) and math.isfinite(self.loss)
 
     def step(self, max_norm: float | None, max_value: float | None) -> None:
@@ -163,8 +218,16 @@ class Phase:
 
 
 class Run:
-    def __init__(self, program: Program, parts: Mapping[str, Any], given: Record, *, exact: bool) -> None:
-        self.program, self.settings, self.parts, self.given, self.exact = program, program.settings, parts, given, exact
+    def __init__(
+        self, program: Program, parts: Mapping[str, Any], given: Record, *, exact: bool
+    ) -> None:
+        self.program, self.settings, self.parts, self.given, self.exact = (
+            program,
+            program.settings,
+            parts,
+            given,
+            exact,
+        )
         self.model, self.criterion = parts["make_model"](), parts["make_criterion"]()
         criterion = {"criterion": self.criterion} if isinstance(self.criterion, nn.Module) else {}
         self.whole = nn.ModuleDict({"model": self.model, **criterion})
@@ -172,24 +235,38 @@ class Run:
         if exact:
             self.whole._apply(in_float64)  # type: ignore[no-untyped-call]
         trained = {name: each for name, each in self.tensors().items() if each.requires_grad}
-        self.optimizers = make_optimizers(program.optimizer, trained, parts.get("Lookahead", parts.get("Wide")))
+        self.optimizers = make_optimizers(
+            program.optimizer, trained, parts.get("Lookahead", parts.get("Wide"))
+        )
         self.base_rates = [group["lr"] for group in self.groups()]
         for module in self.model.modules():
             if isinstance(module, nn.Dropout) or type(module).__name__ == "Noise":
                 module.register_forward_hook(self.draw)
         self.ranks = max((micro.rank for micro in given.micro_batches), default=0) + 1
         self.windows = windows(program, given, self.ranks)
-        ends = (number for number, (_, ends_pass) in enumerate(windows(program, given, self.ranks), 1) if ends_pass)
+        ends = (
+            number
+            for number, (_, ends_pass) in enumerate(windows(program, given, self.ranks), 1)
+            if ends_pass
+        )
         self.updates_of_pass = next(ends, 0)
         self.held = program.settings.held_at_once(self.ranks)
-        self.evaluating = 1 if program.settings.is_canonical else self.ranks  # ranks of an evaluation
+        self.evaluating = (
+            1 if program.settings.is_canonical else self.ranks
+        )  # ranks of an evaluation
         self.counts = [[0] * len(program.state) for _ in range(self.ranks)]
-        self.memories = [module for module in self.model.modules() if type(module).__name__ == "Memory"]
+        self.memories = [
+            module for module in self.model.modules() if type(module).__name__ == "Memory"
+        ]
         self.remembered = [[0] * len(self.memories) for _ in range(self.ranks)]
         self.passes = self.position = self.rank = 0
         one = torch.optim.SGD([torch.zeros(())], lr=1.0)
-        self.plateau = ReduceLROnPlateau(one, "max" if self.settings.score_max else "min", 0.5, patience=0, eps=0)
-        self.averages = in_float64({k: v.detach().clone() for k, v in self.saved().items() if self.settings.ema})
+        self.plateau = ReduceLROnPlateau(
+            one, "max" if self.settings.score_max else "min", 0.5, patience=0, eps=0
+        )
+        self.averages = in_float64(
+            {k: v.detach().clone() for k, v in self.saved().items() if self.settings.ema}
+        )
         self.loss_sum = self.weight_sum = 0.0
         self.scores, self.left = list[float](), Record()
         self.is_coarse = bool(program.settings.precision) or program.optimizer.kind in ADAPTIVE
@@ -202,7 +279,11 @@ class Run:
 
     def saved(self) -> dict[str, Tensor]:
         """Return the parameters of the model and its persistent buffers."""
-        return {name: tensor for name, tensor in self.tensors().items() if name in self.model.state_dict()}
+        return {
+            name: tensor
+            for name, tensor in self.tensors().items()
+            if name in self.model.state_dict()
+        }
 
     def copies(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
@@ -256,7 +337,9 @@ class Run:
             self.put_back(before, weights=False)  # a skipped update leaves no trace
         made, number = self.copies(), len(self.left.updates)
         for update in self.given.updates[number : number + 1] if self.is_coarse else ():
-            self.put_back(update.after)  # a digit in 16 bits, or the sign of a gradient that is rounding, would go on
+            self.put_back(
+                update.after
+            )  # a digit in 16 bits, or the sign of a gradient that is rounding, would go on
         if is_made:
             self.left.steps += 1
             self.loss_sum, self.weight_sum = self.loss_sum + loss * weight, self.weight_sum + weight
@@ -264,10 +347,16 @@ class Run:
             self.average()
         else:
             for now, old in zip(self.counts, counts):
-                now[:] = [o if s.is_put_back else n for n, o, s in zip(now, old, self.program.state)]
+                now[:] = [
+                    o if s.is_put_back else n for n, o, s in zip(now, old, self.program.state)
+                ]
         norm, averages = math.hypot(*(phase.norm for phase in phases)), dict(self.averages)
-        gradients = {name: each.grad for name, each in self.tensors().items() if each.grad is not None}
-        self.left.updates.append(Update(len(window), is_made, norm, loss, rates, before, made, averages, 0, gradients))
+        gradients = {
+            name: each.grad for name, each in self.tensors().items() if each.grad is not None
+        }
+        self.left.updates.append(
+            Update(len(window), is_made, norm, loss, rates, before, made, averages, 0, gradients)
+        )
         return is_made
 
     def micro_batch(self, micro: MicroBatch, phase: Phase) -> None:
@@ -284,12 +373,16 @@ class Run:
         weight = weight_of(self.program, taken_apart(micro.data)[1])
         if micro.samples and weight:
             phase.add(loss, weight, weight if self.program.criterion.reduction == "mean" else 1.0)
-        elif micro.samples:  # its loss may be 0/0; the gradient of its prediction is 0, times what may be NaN
+        elif (
+            micro.samples
+        ):  # its loss may be 0/0; the gradient of its prediction is 0, times what may be NaN
             phase.add(prediction.nan_to_num(0.0, 0.0, 0.0).sum(), 0.0, 0.0)
 
     def decide(self, phase: Phase) -> None:
         phase.divide(by=phase.weight or 1.0 if self.program.criterion.reduction == "mean" else 1.0)
-        if self.settings.precision == "fp16" and phase.weight:  # nothing but the run itself knows what overflows
+        if (
+            self.settings.precision == "fp16" and phase.weight
+        ):  # nothing but the run itself knows what overflows
             phase.is_made = self.given.updates[len(self.left.updates)].committed
         elif not (phase.is_made or self.settings.skip_nonfinite_grad) and phase.weight:
             self.left.refused = "NonFiniteError"
@@ -298,7 +391,9 @@ class Run:
             phase.step(self.settings.max_grad_norm, self.settings.max_grad_value)
         for name, tensor in self.tensors().items():
             if tensor.requires_grad and self.given.initial[name].dtype.itemsize == 2:
-                tensor.data.copy_(tensor.data.to(self.given.initial[name].dtype))  # what the program's weights can hold
+                tensor.data.copy_(
+                    tensor.data.to(self.given.initial[name].dtype)
+                )  # what the program's weights can hold
 
     def average(self) -> None:
         ema = self.settings.ema
@@ -309,7 +404,9 @@ class Run:
         for name, value in self.saved().items():
             before, live = self.averages[name], value.detach().clone()
             self.averages[name] = live
-            if (isinstance(value, nn.Parameter) or ema.buffers == "average") and live.dtype != torch.int64:
+            if (
+                isinstance(value, nn.Parameter) or ema.buffers == "average"
+            ) and live.dtype != torch.int64:
                 mean = decay * before + (1 - decay) * live
                 self.averages[name] = torch.where(mean.isfinite(), mean, live)
 
@@ -318,7 +415,11 @@ class Run:
         schedule = self.settings.schedule
         if schedule is None:
             return
-        goes_by = {"step": ("step",), "epoch": ("epoch", "pass"), "validation": ("epoch", "validation")}
+        goes_by = {
+            "step": ("step",),
+            "epoch": ("epoch", "pass"),
+            "validation": ("epoch", "validation"),
+        }
         if schedule.kind == "plateau" and score is not None:
             self.plateau.step(score)
         elif schedule.kind != "plateau" and boundary in goes_by[schedule.interval or "step"]:
@@ -329,7 +430,9 @@ class Run:
         schedule, factor = self.settings.schedule, self.plateau.optimizer.param_groups[0]["lr"]
         if schedule is not None and schedule.kind != "plateau":
             by_updates = self.settings.epochs is not None and schedule.interval != "epoch"
-            factor = factor_of(schedule, self.position, self.budget * (self.updates_of_pass if by_updates else 1))
+            factor = factor_of(
+                schedule, self.position, self.budget * (self.updates_of_pass if by_updates else 1)
+            )
         for base, group in zip(self.base_rates, self.groups()):
             group["lr"] = base * factor
 
@@ -345,15 +448,22 @@ class Run:
             with torch.no_grad():
                 prediction, loss = self.forward(data)
             if weight := weight_of(self.program, taken_apart(data)[1]):
-                loss_sum += float(loss) * (weight if self.program.criterion.reduction == "mean" else 1.0)
+                loss_sum += float(loss) * (
+                    weight if self.program.criterion.reduction == "mean" else 1.0
+                )
             predictions, weight_sum = [*predictions, *prediction], weight_sum + weight
         self.put_back(trained)
         mean = sum(float(each.double().mean()) for each in predictions) / len(predictions)
-        return {"loss": loss_sum / weight_sum if weight_sum else math.nan, "mean": mean}, torch.stack(predictions)
+        return {
+            "loss": loss_sum / weight_sum if weight_sum else math.nan,
+            "mean": mean,
+        }, torch.stack(predictions)
 
     def close(self, boundary: str, limit: int | None = None) -> None:
         """Evaluate, advance what goes by evaluations, and end the run if its patience is used up."""
-        self.left.pass_losses.append(self.loss_sum / self.weight_sum if self.weight_sum else math.nan)
+        self.left.pass_losses.append(
+            self.loss_sum / self.weight_sum if self.weight_sum else math.nan
+        )
         self.loss_sum = self.weight_sum = 0.0
         if not self.program.data.val:
             return self.advance(boundary)
@@ -362,7 +472,9 @@ class Run:
         name, better = ("mean", max) if self.settings.score_max else ("loss", min)
         score, number = result[name], len(self.scores)
         if self.is_coarse and number < len(self.given.evaluations):
-            score = self.given.evaluations[number].result[name]  # what is better is decided by the last digit
+            score = self.given.evaluations[number].result[
+                name
+            ]  # what is better is decided by the last digit
         self.scores.append(score)
         self.advance(boundary, score)
         numbers = [score for score in self.scores if not math.isnan(score)]
@@ -390,7 +502,11 @@ class Run:
         self.passes += ends_pass
         if settings.epochs is not None:
             return self.close("epoch") if ends_pass else None
-        every = settings.evaluate_interval or settings.checkpoint_interval or math.ceil(self.budget / 20)
+        every = (
+            settings.evaluate_interval
+            or settings.checkpoint_interval
+            or math.ceil(self.budget / 20)
+        )
         is_last = self.left.steps == self.budget
         if ends_pass and is_last:
             self.advance("pass")

@@ -46,13 +46,26 @@ def differences(
             the weight decay that it adds to the gradient.
         cancels: Whether a gradient is a sum of signs, which is zero in one order of addition, and its rounding in another.
     """
-    doubtful = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in found.initial.items()}
+    doubtful = {
+        name: torch.zeros(tensor.shape, dtype=torch.float64)
+        for name, tensor in found.initial.items()
+    }
     digits = max(4 * digits, digits_of(found.initial))
-    return list(_differences(found, exact, own, digits, {} if decay is None else doubtful, decay or 0.0, cancels))
+    return list(
+        _differences(
+            found, exact, own, digits, {} if decay is None else doubtful, decay or 0.0, cancels
+        )
+    )
 
 
 def _differences(
-    found: Record, exact: Record, own: Record, digits: float, doubtful: Tensors, decay: float, cancels: bool
+    found: Record,
+    exact: Record,
+    own: Record,
+    digits: float,
+    doubtful: Tensors,
+    decay: float,
+    cancels: bool,
 ) -> Iterator[str]:
     if (found.refused is None) != (exact.refused is None):
         yield f"ended with {found.refused or 'no error'}, expected {exact.refused or 'no error'}"
@@ -71,34 +84,51 @@ def _differences(
         yield f"{found.steps} steps, expected {exact.steps}"
     initial = found.initial
     yield from _of_tensors("final", found.final, exact.final, own.final, initial, digits, doubtful)
-    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, initial, digits, doubtful)
-    yield from _of_numbers("pass losses", found.pass_losses, exact.pass_losses, own.pass_losses, digits)
-    places = [[(each.split, each.after) for each in record.evaluations] for record in (found, exact)]
+    yield from _of_tensors(
+        "averages", found.averages, exact.averages, own.averages, initial, digits, doubtful
+    )
+    yield from _of_numbers(
+        "pass losses", found.pass_losses, exact.pass_losses, own.pass_losses, digits
+    )
+    places = [
+        [(each.split, each.after) for each in record.evaluations] for record in (found, exact)
+    ]
     if places[0] != places[1]:
         yield f"evaluations after {places[0]}, expected {places[1]}"
     for one, right, rounded in zip(found.evaluations, exact.evaluations, own.evaluations):
         for name, value in right.result.items():
             label = f"{name} of {one.split} after {one.after}"
-            yield from _of_numbers(label, [one.result.get(name, math.nan)], [value], [rounded.result[name]], digits)
+            yield from _of_numbers(
+                label, [one.result.get(name, math.nan)], [value], [rounded.result[name]], digits
+            )
     yield from _of_predictions(found.predictions, exact.predictions, own.predictions, digits)
 
 
-def _of_predictions(found: Tensor | None, exact: Tensor | None, own: Tensor | None, digits: float) -> Iterator[str]:
+def _of_predictions(
+    found: Tensor | None, exact: Tensor | None, own: Tensor | None, digits: float
+) -> Iterator[str]:
     if exact is None or own is None or bool(((exact.abs() > LARGEST) & exact.isfinite()).any()):
         return
     if found is None or found.shape != exact.shape:
         yield f"predictions of shape {None if found is None else tuple(found.shape)}, expected {tuple(exact.shape)}"
         return
     name = "predictions"
-    yield from _of_tensors(name, {name: found}, {name: exact}, {name: own}, {name: torch.zeros_like(exact)}, digits)
+    yield from _of_tensors(
+        name, {name: found}, {name: exact}, {name: own}, {name: torch.zeros_like(exact)}, digits
+    )
 
 
 def digits_of(initial: Tensors) -> float:
     """Return what the last digits of losses and norms can hold: those of the coarsest weights."""
-    return max((4 * torch.finfo(each.dtype).eps for each in initial.values() if each.is_floating_point()), default=0.0)
+    return max(
+        (4 * torch.finfo(each.dtype).eps for each in initial.values() if each.is_floating_point()),
+        default=0.0,
+    )
 
 
-def _note_doubtful(exact: Update, own: Update, doubtful: Tensors, decay: float, reach: float, cancels: bool) -> None:
+def _note_doubtful(
+    exact: Update, own: Update, doubtful: Tensors, decay: float, reach: float, cancels: bool
+) -> None:
     """Note the elements whose gradient, without or with the weight decay, is not larger than its rounding, and not simply 0.
 
     Each may have been moved by `reach`: in float64, a gradient of that kind is smaller than the `eps` of the optimizer, and moves nothing.
@@ -128,7 +158,9 @@ def _of_update(
         if figure is not None:
             yield from _of_numbers(name, [figure], [right], [rounded], digits)
     yield from _of_tensors("after", found.after, exact.after, own.after, initial, digits, doubtful)
-    yield from _of_tensors("averages", found.averages, exact.averages, own.averages, initial, digits, doubtful)
+    yield from _of_tensors(
+        "averages", found.averages, exact.averages, own.averages, initial, digits, doubtful
+    )
 
 
 def _of_numbers(
@@ -138,7 +170,9 @@ def _of_numbers(
         yield f"{name} {found}, expected {exact}"
 
 
-def _is_close(found: list[float], exact: list[float], own: list[float], digits: float = 0.0) -> bool:
+def _is_close(
+    found: list[float], exact: list[float], own: list[float], digits: float = 0.0
+) -> bool:
     if len(found) != len(exact):
         return False
     return all(_is_near(*figures, digits) for figures in zip(found, exact, own))
@@ -188,10 +222,15 @@ def _error(
     if not exact.numel():
         return 0.0, 0.0
     if not own.isfinite().all():
-        return 0.0, 0.0  # such as Adam in float16, where eps is 0: no loop in these dtypes says what is right
+        return (
+            0.0,
+            0.0,
+        )  # such as Adam in float16, where eps is 0: no loop in these dtypes says what is right
     moved, noise = (exact - initial).abs().max(), (own - exact).abs().max()
     # What the last digits of each stored number can hold.
-    allowed = (max(MOVED, coarse) + both_ways) * moved + NOISE * noise + digits * exact.abs() + ROUNDING
+    allowed = (
+        (max(MOVED, coarse) + both_ways) * moved + NOISE * noise + digits * exact.abs() + ROUNDING
+    )
     allowed += either_way
     error = (found - exact).abs()
     worst = int((error / allowed).argmax())

@@ -56,7 +56,9 @@ def micro_batches_draw_alike() -> Switch:
     """Seed each micro-batch by its update alone."""
     begin = RandomKeys.begin_micro_batch
 
-    def begin_micro_batch(self: RandomKeys, data: object, place: tuple[int, ...], ordinal: int) -> None:
+    def begin_micro_batch(
+        self: RandomKeys, data: object, place: tuple[int, ...], ordinal: int
+    ) -> None:
         begin(self, data, (1,), ordinal)
 
     return Switch((RandomKeys, "begin_micro_batch", begin_micro_batch))

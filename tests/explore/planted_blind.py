@@ -78,7 +78,9 @@ def plateau_takes_lowest() -> Switch:
     """Have a schedule that follows the score take the lowest value for the best one."""
 
     def build_scheduler(settings: Mapping[str, Any], optimizer: object, **options: Any) -> object:
-        return danling.optim.registry.build_scheduler(settings, optimizer, **{**options, "mode": None})
+        return danling.optim.registry.build_scheduler(
+            settings, optimizer, **{**options, "mode": None}
+        )
 
     return Switch((danling.runners.torch_runner, "build_scheduler", build_scheduler))
 
@@ -132,7 +134,11 @@ def _wants_the_highest(call: Call) -> bool:
 
 def _was_cast(call: Call) -> bool:
     _, stored, dtypes = call.arguments
-    values = [(dtypes[index], value) for index in dtypes.keys() & stored.keys() for value in stored[index].values()]
+    values = [
+        (dtypes[index], value)
+        for index in dtypes.keys() & stored.keys()
+        for value in stored[index].values()
+    ]
     return any(isinstance(value, Tensor) and value.dtype != dtype for dtype, value in values)
 
 

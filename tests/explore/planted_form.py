@@ -46,7 +46,9 @@ class Switch(AbstractContextManager[None]):
     def __enter__(self) -> None:
         for owner, name, value in self.replaced:
             # What `__init__` sets is no attribute of the class.
-            self._stack.enter_context(patch.object(owner, name, value, create=not hasattr(owner, name)))
+            self._stack.enter_context(
+                patch.object(owner, name, value, create=not hasattr(owner, name))
+            )
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
@@ -119,11 +121,15 @@ def noting(planted: Iterable[Planted], file: Path) -> Iterator[None]:
     with ExitStack() as stack:
         for fault in planted:
             owner, name = fault.place
-            stack.enter_context(patch.object(owner, name, _noted(getattr(owner, name), fault, note)))
+            stack.enter_context(
+                patch.object(owner, name, _noted(getattr(owner, name), fault, note))
+            )
         yield
 
 
-def _noted(right: Callable[..., Any], fault: Planted, note: Callable[[str], None]) -> Callable[..., Any]:
+def _noted(
+    right: Callable[..., Any], fault: Planted, note: Callable[[str], None]
+) -> Callable[..., Any]:
     @functools.wraps(right)
     def call(*arguments: Any, **options: Any) -> Any:
         try:

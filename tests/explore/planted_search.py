@@ -162,7 +162,9 @@ class Search:
         if not fault:
             self.kinds[verdict.kind] += 1
             if verdict.kind in FAILS:
-                print(f"without a fault: {verdict.broken}: {verdict.text[:300]}\n  {self.programs[number].to_json()}")
+                print(
+                    f"without a fault: {verdict.broken}: {verdict.text[:300]}\n  {self.programs[number].to_json()}"
+                )
                 return
             for name in self.waiting.keys() & set(reached) - self.found.keys():
                 self.waiting[name].append(number)
@@ -171,7 +173,10 @@ class Search:
             self.found[fault] = Finding(number, self.tried[fault], verdict)
             after = f"program {number + 1}, after {self.used.total():.0f} s of the processor"
             print(f"{fault}: found by {verdict.broken} with {after}", flush=True)
-            print(f"  {verdict.text.splitlines()[0][:200]}\n  {self.programs[number].to_json()}", flush=True)
+            print(
+                f"  {verdict.text.splitlines()[0][:200]}\n  {self.programs[number].to_json()}",
+                flush=True,
+            )
 
     def report(self, seconds: float) -> str:
         """Return the table."""
@@ -183,7 +188,9 @@ class Search:
                 figures = f"{found.number + 1} | {found.tried} | {found.verdict.broken}"
             lines.append(f"| {name} | {FAULTS[name].point} | {figures} |")
         kinds = ", ".join(f"{number} {kind}" for kind, number in self.kinds.most_common())
-        counts = f"{len(self.programs)} programs drawn ({kinds} without a fault), {self.checks} checks, "
+        counts = (
+            f"{len(self.programs)} programs drawn ({kinds} without a fault), {self.checks} checks, "
+        )
         counts += f"{self.used.total():.0f} s of the processor"
         return "\n".join(
             [
@@ -210,7 +217,11 @@ def main() -> None:
     parser.add_argument("--json", help="file for the table as data")
     options = parser.parse_args()
     preload()
-    search, context, begun = Search(options.seed, options.only), multiprocessing.get_context("fork"), time.monotonic()
+    search, context, begun = (
+        Search(options.seed, options.only),
+        multiprocessing.get_context("fork"),
+        time.monotonic(),
+    )
     workers: dict[Any, Any] = {}
     for _ in range(options.jobs):
         ours, theirs = context.Pipe()

@@ -30,7 +30,10 @@ OTHER_MODULES = "Not all ranks run the same modules in the same order"
 """How the report of a hang names ranks that use different blocks."""
 HUGE = 1e17
 """A loss of a program whose gradients will not be finite."""
-UNSAVED_STATES = {State("runner", "by_object"): UNSAVED, State("dataset", "plain"): "has no state_dict"}
+UNSAVED_STATES = {
+    State("runner", "by_object"): UNSAVED,
+    State("dataset", "plain"): "has no state_dict",
+}
 """What no checkpoint holds, with a part of the sentence that says so."""
 
 EXPLAINED = {
@@ -133,12 +136,16 @@ def reference(runs: Runs) -> list[str]:
         return []  # which of the two parts of an update overflows, only the run knows
     exact = by_hand.expected(program, runs.parts, whole)
     own = by_hand.expected(program, runs.parts, whole, exact=False)
-    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(program.settings.precision or "", torch.float64)
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        program.settings.precision or "", torch.float64
+    )
     decay = None
     if program.optimizer.kind in ADAPTIVE:
         decay = 0.0 if program.optimizer.kind == "adamw" else program.optimizer.weight_decay
     cancels = program.criterion.kind == "l1"
-    return comparing.differences(whole, exact, own, torch.finfo(precision).eps, decay=decay, cancels=cancels)
+    return comparing.differences(
+        whole, exact, own, torch.finfo(precision).eps, decay=decay, cancels=cancels
+    )
 
 
 def each_sample_once(runs: Runs) -> list[str]:
@@ -147,13 +154,19 @@ def each_sample_once(runs: Runs) -> list[str]:
     settings, data = program.settings, program.data
     ranks = runs.program.stack.readers
     own = data.source == "iterable" or data.sampler is not None
-    if data.sampler == "weighted" or (own and ranks > 1) or (data.source == "iterable" and settings.num_workers > 1):
+    if (
+        data.sampler == "weighted"
+        or (own and ranks > 1)
+        or (data.source == "iterable" and settings.num_workers > 1)
+    ):
         return []
     known = first_elements(runs.parts["make_tensors"]("train")[0])
     if len(set(known)) < len(known):
         return []
     read: list[float] = []
-    by_rank = [[micro for micro in runs.whole.micro_batches if micro.rank == rank] for rank in range(ranks)]
+    by_rank = [
+        [micro for micro in runs.whole.micro_batches if micro.rank == rank] for rank in range(ranks)
+    ]
     for micro in (micro for row in zip(*by_rank) for micro in row):
         if micro.samples:
             read += first_elements(inputs_of(micro.data))[: micro.samples]
@@ -163,7 +176,9 @@ def each_sample_once(runs: Runs) -> list[str]:
     for start in range(0, len(read), length):
         of_pass = read[start : start + length]
         if len(set(of_pass)) < len(of_pass) or not set(of_pass) <= set(known):
-            found.append(f"pass {start // length} reads {len(of_pass)} samples, {len(set(of_pass))} different ones")
+            found.append(
+                f"pass {start // length} reads {len(of_pass)} samples, {len(set(of_pass))} different ones"
+            )
     return found
 
 
@@ -191,12 +206,20 @@ def independent_draws(runs: Runs) -> list[str]:
         values = drawn[first]
         of_256 = 256 * (1 - (255 / 256) ** len(values))  # different ones, on average
         if exact and len(values) >= 8 and len(set(values)) < of_256 / 2:
-            found.append(f"{first} draws {len(set(values))} different numbers of {len(values)}: {values[:12]}")
+            found.append(
+                f"{first} draws {len(set(values))} different numbers of {len(values)}: {values[:12]}"
+            )
         for second in kinds[place + 1 :]:
             same = sum(a == b for a, b in zip(values, drawn[second]))
             if exact and len(values) >= 4 and same > len(values) / 4 + 1:
                 found.append(f"{first} and {second} draw the same {same} times of {len(values)}")
-    masks = [draw for micro in runs.whole.micro_batches if micro.samples for draw in micro.draws if draw.numel() >= 20]
+    masks = [
+        draw
+        for micro in runs.whole.micro_batches
+        if micro.samples
+        for draw in micro.draws
+        if draw.numel() >= 20
+    ]
     found += [
         f"draws {n} and {m} of modules are equal"
         for n, one in enumerate(masks)
@@ -227,7 +250,11 @@ def skipped_leaves_no_trace(runs: Runs) -> list[str]:
     found = []
     for number, update in enumerate(runs.whole.updates):
         if not update.committed:
-            found += [f"update {number}: {n}" for n, t in update.before.items() if not same(t, update.after[n])]
+            found += [
+                f"update {number}: {n}"
+                for n, t in update.before.items()
+                if not same(t, update.after[n])
+            ]
     return found
 
 
@@ -235,7 +262,11 @@ def nothing_between_updates(runs: Runs) -> list[str]:
     """Weights change in updates only."""
     found, updates = [], runs.whole.updates
     for number, (update, following) in enumerate(pairwise(updates)):
-        found += [f"after update {number}: {n}" for n, t in update.after.items() if not same(t, following.before[n])]
+        found += [
+            f"after update {number}: {n}"
+            for n, t in update.after.items()
+            if not same(t, following.before[n])
+        ]
     return found
 
 
@@ -265,7 +296,8 @@ def resumed_is_the_same(runs: Runs) -> list[str]:
             continue
         place = runs.fresh()
         stopping = replace(
-            runs.plain, events=(*runs.plain.events, event) if event.kind == "stop" else runs.plain.events
+            runs.plain,
+            events=(*runs.plain.events, event) if event.kind == "stop" else runs.plain.events,
         )
         if event.kind == "kill":
             try:
@@ -284,7 +316,9 @@ def resumed_is_the_same(runs: Runs) -> list[str]:
             states = [runs.whole.state, parts.state]
             if any(each.kind == "checkpoint" for each in runs.program.events):
                 # A save in an override of `step` is made before the update's line in metrics.jsonl is, which a kill then loses.
-                states = [{**state, "state": without(state["state"], "metrics_mark")} for state in states]
+                states = [
+                    {**state, "state": without(state["state"], "metrics_mark")} for state in states
+                ]
             differing = state_differences(*states)
             if not differing or not parts.micro_batches:
                 break
@@ -304,8 +338,12 @@ def saved_is_finite(runs: Runs) -> list[str]:
     """Weights that are not finite are not published."""
     trained = {name for name, tensor in runs.whole.initial.items() if bool(tensor.isfinite().all())}
     model = runs.whole.checkpoint.get("model", {})
-    tensors = {name: each for name, each in model.items() if name in trained and isinstance(each, Tensor)}
-    return [f"{name} is not finite" for name, each in tensors.items() if not bool(each.isfinite().all())]
+    tensors = {
+        name: each for name, each in model.items() if name in trained and isinstance(each, Tensor)
+    }
+    return [
+        f"{name} is not finite" for name, each in tensors.items() if not bool(each.isfinite().all())
+    ]
 
 
 def pretrained_is_what_was_evaluated(runs: Runs) -> list[str]:
@@ -314,7 +352,11 @@ def pretrained_is_what_was_evaluated(runs: Runs) -> list[str]:
     if not averages or not file.is_file():
         return []
     begun = runs.run(runs.plain, trains=False, pretrained=str(file)).initial
-    return [name for name, average in averages.items() if not same(average.to(begun[name].dtype), begun[name])]
+    return [
+        name
+        for name, average in averages.items()
+        if not same(average.to(begun[name].dtype), begun[name])
+    ]
 
 
 def _killed(program: Program, place: Path, at: int) -> None:
@@ -342,12 +384,16 @@ def divided_is_the_same(runs: Runs) -> list[str]:
     if not can_be_divided(program):
         return []
     batch = settings.global_batch_size or settings.batch_size or 1
-    whole = replace(settings, batch_size=None, global_batch_size=batch, micro_batch_size=None, accum_steps=1)
+    whole = replace(
+        settings, batch_size=None, global_batch_size=batch, micro_batch_size=None, accum_steps=1
+    )
     whole = without_scores(replace(whole, gradient_sum="fast", keyed=None))
     states = tuple(state for state in program.state if state.where == "nothing")
     records = []
     for micro in (None, 1 + program.data.train % 2):
-        divided = replace(program, settings=replace(whole, micro_batch_size=micro), events=(), state=states)
+        divided = replace(
+            program, settings=replace(whole, micro_batch_size=micro), events=(), state=states
+        )
         divided = replace(divided, optimizer=steady(program.optimizer))
         records.append(runs.run(divided))
     whole_batch, in_pieces = records
@@ -356,7 +402,11 @@ def divided_is_the_same(runs: Runs) -> list[str]:
 
 def steady(optimizer: Optimizer) -> Optimizer:
     """Return SGD in the place of an optimizer that divides by the gradient: that makes much of the rounding of one that is zero."""
-    return replace(optimizer, kind="sgd", fused=False, no_eps=False) if optimizer.kind in ADAPTIVE else optimizer
+    return (
+        replace(optimizer, kind="sgd", fused=False, no_eps=False)
+        if optimizer.kind in ADAPTIVE
+        else optimizer
+    )
 
 
 def without_scores(settings: Settings) -> Settings:
@@ -390,12 +440,19 @@ def layout_is_the_same(runs: Runs) -> list[str]:
     program, settings = runs.program, runs.program.settings
     if program.stack.ranks == 1 or not can_be_divided(program):
         return []
-    batch = max(settings.global_batch_size or (settings.batch_size or 1) * program.stack.ranks, program.stack.ranks)
+    batch = max(
+        settings.global_batch_size or (settings.batch_size or 1) * program.stack.ranks,
+        program.stack.ranks,
+    )
     if batch > program.data.train:
         return []
-    whole = replace(settings, batch_size=None, global_batch_size=batch, micro_batch_size=None, accum_steps=1)
+    whole = replace(
+        settings, batch_size=None, global_batch_size=batch, micro_batch_size=None, accum_steps=1
+    )
     whole = without_scores(replace(whole, gradient_sum="fast", keyed=None))
-    several = replace(program, settings=whole, events=(), state=(), optimizer=steady(program.optimizer))
+    several = replace(
+        program, settings=whole, events=(), state=(), optimizer=steady(program.optimizer)
+    )
     one = replace(several, stack=Stack())
     return moved_alike(runs.run(several), runs.run(one), program)
 
@@ -421,9 +478,16 @@ def ends_differ(first: Record, second: Record) -> list[str]:
     """Return what differs between the ends of two runs."""
     found = [] if first.steps == second.steps else [f"{first.steps} and {second.steps} updates"]
     found += [name for name, tensor in first.final.items() if not same(tensor, second.final[name])]
-    found += [f"average {name}" for name, tensor in first.averages.items() if not same(tensor, second.averages[name])]
+    found += [
+        f"average {name}"
+        for name, tensor in first.averages.items()
+        if not same(tensor, second.averages[name])
+    ]
     found += predictions_differ(first, second)
-    last = [[(each.split, str(each.result)) for each in record.evaluations[-1:]] for record in (first, second)]
+    last = [
+        [(each.split, str(each.result)) for each in record.evaluations[-1:]]
+        for record in (first, second)
+    ]
     return found if last[0] == last[1] else [*found, f"last evaluation {last[0]} and {last[1]}"]
 
 
@@ -482,11 +546,17 @@ def state_differences(first: dict[str, Any], second: dict[str, Any]) -> list[str
 
 def same(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are bitwise the same, NaN included."""
-    return first.dtype == second.dtype and torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
+    return first.dtype == second.dtype and torch.equal(
+        torch.nan_to_num(first), torch.nan_to_num(second)
+    )
 
 
 def without(values: Any, name: str) -> Any:
-    return {key: value for key, value in values.items() if key != name} if isinstance(values, dict) else values
+    return (
+        {key: value for key, value in values.items() if key != name}
+        if isinstance(values, dict)
+        else values
+    )
 
 
 def inputs_of(data: Any) -> Tensor:
@@ -518,7 +588,9 @@ def moved_alike(first: Record, second: Record, program: Program) -> list[str]:
         found.append(f"{first.steps} and {second.steps} updates")
     for name, start in first.initial.items():
         one, other = first.final[name], second.final[name]
-        moved = float((one.double() - start.double()).abs().max()) if not one.is_complex() else math.inf
+        moved = (
+            float((one.double() - start.double()).abs().max()) if not one.is_complex() else math.inf
+        )
         if not bool(torch.isfinite(one).all()):
             continue
         off = float((one - other).abs().max())
@@ -554,7 +626,9 @@ def _check(program: Program, place: Path) -> Verdict:
             # Such as a resume of what no checkpoint holds; the other properties must hold all the same.
             if is_raw(str(error)):
                 return Verdict("differs", str(error), holds.__name__, named=whole.named)
-            refused = refused or Verdict("refused", f"{holds.__name__}: {error}", holds.__name__, named=whole.named)
+            refused = refused or Verdict(
+                "refused", f"{holds.__name__}: {error}", holds.__name__, named=whole.named
+            )
             continue
         except Late as error:
             losses = [abs(each.loss or 0.0) for each in error.left.micro_batches[-1:]]
@@ -572,7 +646,15 @@ def _check(program: Program, place: Path) -> Verdict:
     return refused or named or Verdict("right", named=whole.named)
 
 
-RAW = ("AssertionError", "AttributeError", "IndexError", "KeyError", "NameError", "TypeError", "UnboundLocalError")
+RAW = (
+    "AssertionError",
+    "AttributeError",
+    "IndexError",
+    "KeyError",
+    "NameError",
+    "TypeError",
+    "UnboundLocalError",
+)
 
 
 def is_raw(text: str) -> bool:
@@ -627,7 +709,11 @@ def checked(program: Program, timeout: float = 60.0) -> Verdict:
         verdict: Verdict = check(program) if several else in_fork(check, program, timeout=timeout)
     except Died as death:
         # Ranks of shards that run blocks of other sizes in one update end in gloo's native code, and the guide says so.
-        aborted = program.stack.shard > 1 and program.model.chooses_blocks and "ended with -6" in str(death)
+        aborted = (
+            program.stack.shard > 1
+            and program.model.chooses_blocks
+            and "ended with -6" in str(death)
+        )
         verdict = Verdict("named", str(death)) if aborted else Verdict("died", str(death), "ends")
     except Exception:
         verdict = Verdict("died", traceback.format_exc(), "ends")

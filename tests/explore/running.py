@@ -198,7 +198,11 @@ def drawing(model: nn.Module, draws: list[Tensor]) -> Iterator[None]:
             draws.append(torch.randn(x.shape, generator=own, dtype=x.dtype))
         generator.set_state(state)
 
-    found = [each for each in model.modules() if isinstance(each, nn.Dropout) or type(each).__name__ == "Noise"]
+    found = [
+        each
+        for each in model.modules()
+        if isinstance(each, nn.Dropout) or type(each).__name__ == "Noise"
+    ]
     handles = [each.register_forward_pre_hook(note) for each in found]
     try:
         yield
@@ -223,7 +227,16 @@ def run(
         try:
             # Not in the repository of the tests, whose state each run would read.
             with active(), contextlib.chdir(directory.parent):
-                _run(program, directory, left, record=record, resume=resume, trains=trains, kill_at=kill_at, **settings)
+                _run(
+                    program,
+                    directory,
+                    left,
+                    record=record,
+                    resume=resume,
+                    trains=trains,
+                    kill_at=kill_at,
+                    **settings,
+                )
         except Exception as error:
             left.refused = f"{type(error).__name__}: {error}"
             left.refused_after = sum(update.committed for update in left.updates)
@@ -262,7 +275,9 @@ def _run(
         left.steps = runner.train_state.global_step
         read_results(runner, left)
         if "val" in runner.datasets:
-            predicted = [each["logits"] if isinstance(each, dict) else each for each in runner.infer("val")]
+            predicted = [
+                each["logits"] if isinstance(each, dict) else each for each in runner.infer("val")
+            ]
             left.predictions = torch.stack([each.float() for each in predicted])
         left.state = state_of(runner)
         left.state["counts"] = [state_value(runner, state) for state in program.state]
@@ -284,21 +299,29 @@ def read_results(runner: Any, left: Record) -> None:
     made = {index: index for index in runner.results}
     if runner.config.epochs is not None:
         # The updates that were committed up to the end of each pass.
-        made = {index: sum(update.committed for update in left.updates if update.epoch < index) for index in made}
+        made = {
+            index: sum(update.committed for update in left.updates if update.epoch < index)
+            for index in made
+        }
     for index, result in runner.results.items():
         after = made[index]
         for split, figures in result.items():
             if split.startswith("train"):
                 left.pass_losses.append(float(figures.get("loss", math.nan)))
             else:
-                left.evaluations.append(Evaluation(split, int(after), {k: float(v) for k, v in figures.items()}))
+                left.evaluations.append(
+                    Evaluation(split, int(after), {k: float(v) for k, v in figures.items()})
+                )
 
 
 def read_checkpoint(directory: Path, left: Record) -> None:
     file = directory / "checkpoints" / "latest.pth"
     if file.is_file():
         payload = torch.load(file, weights_only=True)
-        left.checkpoint = {"model": payload["model"], "ema": (payload.get("ema") or {}).get("weights", {})}
+        left.checkpoint = {
+            "model": payload["model"],
+            "ema": (payload.get("ema") or {}).get("weights", {}),
+        }
 
 
 # Several processes
@@ -323,14 +346,27 @@ def run_ranks(program: Program, place: Path, *, timeout: float = 120.0, **option
     given = program.to_json(), str(place), options
     outcomes = run_outcomes(run_rank, *given, world_size=program.stack.ranks, timeout=timeout)
     outcomes = sorted(outcomes, key=lambda outcome: outcome.rank)
-    records = [each.error.args[0] if isinstance(each.error, RankRefused) else each.value for each in outcomes]
+    records = [
+        each.error.args[0] if isinstance(each.error, RankRefused) else each.value
+        for each in outcomes
+    ]
     # The other ranks see the connection break.
-    refused = [record for record in records if record and record.refused and "Connection" not in record.refused]
+    refused = [
+        record
+        for record in records
+        if record and record.refused and "Connection" not in record.refused
+    ]
     failed = [each for each in outcomes if each.error is not None]
-    died = [each for each in failed if not isinstance(each.error, RankRefused) and (each.exit_code or 0) < 0]
+    died = [
+        each
+        for each in failed
+        if not isinstance(each.error, RankRefused) and (each.exit_code or 0) < 0
+    ]
     if failed and not refused:
         first = (died or failed)[0]
-        raise Died(f"rank {first.rank}: {first.error}; ended with {first.exit_code}\n{first.traceback}")
+        raise Died(
+            f"rank {first.rank}: {first.error}; ended with {first.exit_code}\n{first.traceback}"
+        )
     if refused:
         left: Record = refused[0]
         readers = [record for record in records[: program.stack.readers] if record]
@@ -373,7 +409,9 @@ def in_fork(function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> 
 
 def _be_quiet() -> None:
     """Write to the file that `EXPLORE_OUTPUT` names, or nowhere."""
-    quiet = os.open(os.environ.get("EXPLORE_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    quiet = os.open(
+        os.environ.get("EXPLORE_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    )
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     sys.stdout = open(1, "w", 1, closefd=False)  # noqa: SIM115
@@ -393,7 +431,9 @@ def _be_fork(pipe: int, function: Callable[..., Any], args: tuple[Any, ...]) -> 
         message = pickle.dumps(("value", function(*args)))
         code = 0
     except BaseException as error:
-        message = pickle.dumps(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        message = pickle.dumps(
+            ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        )
     with contextlib.suppress(BrokenPipeError):
         view = memoryview(message)
         while view:
@@ -448,4 +488,6 @@ def directory() -> Iterator[Path]:
 
 def without_events(program: Program, *kinds: str) -> Program:
     """Return a program without events of some kinds; of all kinds if none is named."""
-    return replace(program, events=tuple(each for each in program.events if kinds and each.kind not in kinds))
+    return replace(
+        program, events=tuple(each for each in program.events if kinds and each.kind not in kinds)
+    )

@@ -194,7 +194,13 @@ class Script:
 
     def text(self, directory: str = "run") -> str:
         """Return the script, which trains and then predicts."""
-        blocks = [self._parts_of_model(), self._net(), self._criterion(), self._samples(), self._helpers()]
+        blocks = [
+            self._parts_of_model(),
+            self._net(),
+            self._criterion(),
+            self._samples(),
+            self._helpers(),
+        ]
         blocks += [self._runner(), self._main(directory)]
         body = "\n\n\n".join(block.strip("\n") for block in blocks if block.strip())
         return _used_imports(body) + "\n\n\n" + body + "\n"
@@ -225,8 +231,12 @@ class Script:
             "relu": "nn.ReLU()",
             "tanh": "nn.Tanh()",
             "batch_norm": f"nn.BatchNorm2d({CHANNELS})" if spatial else f"nn.BatchNorm1d({WIDTH})",
-            "layer_norm": f"nn.LayerNorm([{CHANNELS}, {SIDE}, {SIDE}])" if spatial else f"nn.LayerNorm({WIDTH})",
-            "group_norm": f"nn.GroupNorm(2, {CHANNELS})" if spatial else f"nn.GroupNorm(2, {WIDTH})",
+            "layer_norm": f"nn.LayerNorm([{CHANNELS}, {SIDE}, {SIDE}])"
+            if spatial
+            else f"nn.LayerNorm({WIDTH})",
+            "group_norm": f"nn.GroupNorm(2, {CHANNELS})"
+            if spatial
+            else f"nn.GroupNorm(2, {WIDTH})",
             "dropout": f"nn.Dropout({part.p})",
             "conv": f"nn.Conv2d({CHANNELS}, {CHANNELS}, 3, padding=1)",
             "running": f"Running(persistent={not part.flag})",
@@ -242,14 +252,22 @@ class Script:
         inputs, in_model = program.data.inputs, program.criterion.kind == "in_model"
         modules, spatial = [], inputs == "image"
         if not spatial:
-            enter = f"nn.Linear({WIDTH}, {WIDTH})" if inputs == "vector" else f"nn.Embedding({TOKENS}, {WIDTH})"
+            enter = (
+                f"nn.Linear({WIDTH}, {WIDTH})"
+                if inputs == "vector"
+                else f"nn.Embedding({TOKENS}, {WIDTH})"
+            )
         for part in model.parts:
             if spatial and part.kind not in SPATIAL:
-                modules.append(f"nn.Sequential(nn.Flatten(), nn.Linear({CHANNELS * SIDE * SIDE}, {WIDTH}))")
+                modules.append(
+                    f"nn.Sequential(nn.Flatten(), nn.Linear({CHANNELS * SIDE * SIDE}, {WIDTH}))"
+                )
                 spatial = False
             modules.append(self._module(part, spatial))
         if spatial:
-            modules.append(f"nn.Sequential(nn.Flatten(), nn.Linear({CHANNELS * SIDE * SIDE}, {WIDTH}))")
+            modules.append(
+                f"nn.Sequential(nn.Flatten(), nn.Linear({CHANNELS * SIDE * SIDE}, {WIDTH}))"
+            )
         lines = ["class Net(nn.Module):", "    def __init__(self):", "        super().__init__()"]
         if inputs != "image":
             lines.append(f"        self.enter = {enter}")
@@ -263,16 +281,22 @@ class Script:
         holder = "nn.ModuleList" if sometimes else "nn.Sequential"
         if modules:
             listed = (
-                ["[", *(f"    {each}," for each in modules), "]"] if sometimes else [f"{each}," for each in modules]
+                ["[", *(f"    {each}," for each in modules), "]"]
+                if sometimes
+                else [f"{each}," for each in modules]
             )
             lines.append(f"        self.body = {holder}(")
             lines += [f"            {each}" for each in listed]
             lines.append("        )")
         if model.tasks:
-            lines.append(f"        self.tasks = nn.ModuleList([nn.Linear({WIDTH}, {WIDTH}) for _ in range(2)])")
+            lines.append(
+                f"        self.tasks = nn.ModuleList([nn.Linear({WIDTH}, {WIDTH}) for _ in range(2)])"
+            )
         if "Alternating" in sometimes:
             lines.append('        self.register_buffer("forwards", torch.tensor(0))')
-        lines.append(f"        self.head = nn.Linear({WIDTH}, {self._outputs()}, bias={not model.tied})")
+        lines.append(
+            f"        self.head = nn.Linear({WIDTH}, {self._outputs()}, bias={not model.tied})"
+        )
         if model.tied:
             lines.append("        self.head.weight = self.enter.weight")
         name = self._first_input()
@@ -287,7 +311,9 @@ class Script:
             lines.append("        is_due = not self.training or int(self.forwards) % 2 == 0")
             lines += ["        if self.training:", "            self.forwards += 1"]
         if sometimes:
-            runs = [f"{reasons[kind]} or not isinstance(part, {kind})" for kind in sorted(sometimes)]
+            runs = [
+                f"{reasons[kind]} or not isinstance(part, {kind})" for kind in sorted(sometimes)
+            ]
             condition = runs[0] if len(runs) == 1 else " and ".join(f"({each})" for each in runs)
             lines.append("        for part in self.body:")
             lines.append(f"            if {condition}:")
@@ -327,7 +353,9 @@ class Script:
             options.append(f"ignore_index={criterion.ignore_index}")
         if criterion.class_weights:
             weights = (criterion.weights * 3)[: self._outputs()]
-            options.append(f"weight=torch.tensor({weights}, dtype=torch.{self.program.model.dtype})")
+            options.append(
+                f"weight=torch.tensor({weights}, dtype=torch.{self.program.model.dtype})"
+            )
         if criterion.label_smoothing:
             options.append(f"label_smoothing={criterion.label_smoothing}")
         given = ", ".join(options)
@@ -371,7 +399,12 @@ class Script:
                 def make_criterion():
                     return Uncertain()
             """)
-        name = {"cross_entropy": "CrossEntropyLoss", "mse": "MSELoss", "l1": "L1Loss", "bce": "BCEWithLogitsLoss"}
+        name = {
+            "cross_entropy": "CrossEntropyLoss",
+            "mse": "MSELoss",
+            "l1": "L1Loss",
+            "bce": "BCEWithLogitsLoss",
+        }
         return head + f"    return nn.{name[criterion.kind]}({given})"
 
     def _token_criterion(self, made: str, head: str) -> str:
@@ -410,29 +443,50 @@ class Script:
     def _samples(self) -> str:
         program, data = self.program, self.program.data
         dtype = program.model.dtype
-        lines = ["def make_tensors(split):", f'    count = {{"train": {data.train}, "val": {data.val}}}[split]']
-        lines.append('    generator = torch.Generator().manual_seed({"train": 11, "val": 12}[split])')
+        lines = [
+            "def make_tensors(split):",
+            f'    count = {{"train": {data.train}, "val": {data.val}}}[split]',
+        ]
+        lines.append(
+            '    generator = torch.Generator().manual_seed({"train": 11, "val": 12}[split])'
+        )
         if data.inputs == "tokens":
-            lines.append(f"    inputs = torch.randint(1, {TOKENS}, (count, {LENGTH}), generator=generator)")
+            lines.append(
+                f"    inputs = torch.randint(1, {TOKENS}, (count, {LENGTH}), generator=generator)"
+            )
             if data.ragged:
-                lines.append(f"    lengths = torch.randint(2, {LENGTH + 1}, (count,), generator=generator)")
+                lines.append(
+                    f"    lengths = torch.randint(2, {LENGTH + 1}, (count,), generator=generator)"
+                )
         else:
             shape = f"{WIDTH}" if data.inputs == "vector" else f"{CHANNELS}, {SIDE}, {SIDE}"
             lines.append(f"    inputs = torch.randn(count, {shape}, generator=generator)")
         positions = f", {LENGTH}" if program.model.per_position else ""
         if self._classes():
-            lines.append(f"    targets = torch.randint({self._outputs()}, (count{positions}), generator=generator)")
+            lines.append(
+                f"    targets = torch.randint({self._outputs()}, (count{positions}), generator=generator)"
+            )
             if not positions:
-                lines[-1] = f"    targets = torch.randint({self._outputs()}, (count,), generator=generator)"
+                lines[-1] = (
+                    f"    targets = torch.randint({self._outputs()}, (count,), generator=generator)"
+                )
             else:
-                lines[-1] = f"    targets = torch.randint({self._outputs()}, (count{positions}), generator=generator)"
-            ignored = -100 if program.criterion.kind == "in_model" else program.criterion.ignore_index
+                lines[-1] = (
+                    f"    targets = torch.randint({self._outputs()}, (count{positions}), generator=generator)"
+                )
+            ignored = (
+                -100 if program.criterion.kind == "in_model" else program.criterion.ignore_index
+            )
             if ignored is not None:
-                lines.append(f"    targets[torch.rand(targets.shape, generator=generator) < 0.3] = {ignored}")
+                lines.append(
+                    f"    targets[torch.rand(targets.shape, generator=generator) < 0.3] = {ignored}"
+                )
             if data.target_dtype != "int64":
                 lines.append(f"    targets = targets.to(torch.{data.target_dtype})")
         else:
-            lines.append(f"    targets = torch.randn(count{positions}, {self._outputs()}, generator=generator)")
+            lines.append(
+                f"    targets = torch.randn(count{positions}, {self._outputs()}, generator=generator)"
+            )
             if program.criterion.kind == "bce":
                 lines.append("    targets = (targets > 0).float()")
             if dtype != "float32":
@@ -443,16 +497,20 @@ class Script:
         if dtype != "float32" and data.inputs != "tokens":
             lines.append(f"    inputs = inputs.to(torch.{dtype})")
         if data.ragged:
-            lines.append("    inputs = [row[:length] for row, length in zip(inputs, lengths.tolist())]")
+            lines.append(
+                "    inputs = [row[:length] for row, length in zip(inputs, lengths.tolist())]"
+            )
         lines.append("    return inputs, targets")
         return "\n".join(lines) + "\n\n\n" + self._dataset()
 
     def _keys(self) -> tuple[str, str]:
         if self.program.criterion.kind == "in_model":
             return "inputs", "labels"
-        return {"mapping": ("input", "target"), "keywords": ("inputs", "labels"), "nested": ("input", "target")}.get(
-            self.program.data.form, ("", "")
-        )
+        return {
+            "mapping": ("input", "target"),
+            "keywords": ("inputs", "labels"),
+            "nested": ("input", "target"),
+        }.get(self.program.data.form, ("", ""))
 
     def _sample(self, inputs: str, targets: str) -> str:
         form, (first, second) = self.program.data.form, self._keys()
@@ -471,7 +529,10 @@ class Script:
             sample = f"({sample})" if data.form == "pair" else sample
             return f"def make_dataset(split):\n    return [{sample} for x, y in zip(*make_tensors(split))]"
         iterable = data.source == "iterable"
-        lines = [f"class Samples({'IterableDataset' if iterable else 'Dataset'}):", "    def __init__(self, split):"]
+        lines = [
+            f"class Samples({'IterableDataset' if iterable else 'Dataset'}):",
+            "    def __init__(self, split):",
+        ]
         lines.append("        self.split = split")
         lines.append("        self.inputs, self.targets = make_tensors(split)")
         if "generator" in data.augment:
@@ -482,7 +543,11 @@ class Script:
             lines.append("        self.count = 0")
         if State("dataset", "int") in self.program.state:
             lines += ["", "    def state_dict(self):", '        return {"count": self.count}']
-            lines += ["", "    def load_state_dict(self, state):", '        self.count = state["count"]']
+            lines += [
+                "",
+                "    def load_state_dict(self, state):",
+                '        self.count = state["count"]',
+            ]
         draws = {
             "torch": "torch.randint(256, ()).item()",
             "numpy": "np.random.randint(256)",
@@ -494,12 +559,19 @@ class Script:
         if data.augment:
             body.append('if self.split == "train":')
             body += [
-                f"    x.view(-1)[{AUGMENTS.index(kind) + 1}] += {draws[kind]} / 512 - 0.25" for kind in data.augment
+                f"    x.view(-1)[{AUGMENTS.index(kind) + 1}] += {draws[kind]} / 512 - 0.25"
+                for kind in data.augment
             ]
         sample = self._sample("x", "self.targets[index]")
         if iterable:
-            lines += ["", "    def __iter__(self):", "        worker = torch.utils.data.get_worker_info()"]
-            lines.append("        first, step = (worker.id, worker.num_workers) if worker else (0, 1)")
+            lines += [
+                "",
+                "    def __iter__(self):",
+                "        worker = torch.utils.data.get_worker_info()",
+            ]
+            lines.append(
+                "        first, step = (worker.id, worker.num_workers) if worker else (0, 1)"
+            )
             lines.append("        for index in range(first, len(self.inputs), step):")
             lines += [f"            {line}" for line in [*body, f"yield {sample}"]]
         else:
@@ -585,7 +657,11 @@ class Script:
                                     weight -= group["lr"] * state["wide"]
             """)
             )
-        blocks += [dedent(_STATE_CLASSES[state.kind]) for state in program.state if state.kind in _STATE_CLASSES]
+        blocks += [
+            dedent(_STATE_CLASSES[state.kind])
+            for state in program.state
+            if state.kind in _STATE_CLASSES
+        ]
         return "\n\n\n".join(dict.fromkeys(block.strip("\n") for block in blocks))
 
     # The runner
@@ -597,12 +673,16 @@ class Script:
         if program.criterion.kind == "in_model" and program.model.per_position:
             lines += ["    shifts_labels = False", ""]
         lines += ["    def __init__(self, config):", "        super().__init__(config)"]
-        lines.append(f"        self.datasets = {{split: make_dataset(split) for split in {splits!r}}}")
+        lines.append(
+            f"        self.datasets = {{split: make_dataset(split) for split in {splits!r}}}"
+        )
         lines.append("        self.model = make_model()")
         if program.criterion.kind != "in_model":
             lines.append("        self.criterion = make_criterion()")
         if program.data.val:
-            lines.append('        self.metrics = {"mean": lambda pred, target: pred.float().flatten(1).mean(1)}')
+            lines.append(
+                '        self.metrics = {"mean": lambda pred, target: pred.float().flatten(1).mean(1)}'
+            )
         lines += [f"        {line}" for line in self._optimizer()]
         for state in program.state:
             start = _STATE_START[state.kind] if state.where == "runner" else None
@@ -621,13 +701,23 @@ class Script:
             lines = [*self._built_optimizer()]
         schedule = self.program.settings.schedule
         if schedule is not None and schedule.kind == "lambda":
-            lines.append("self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / (1 + n))")
+            lines.append(
+                "self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / (1 + n))"
+            )
         return lines
 
     def _built_optimizer(self) -> list[str]:
         optimizer = self.program.optimizer
-        names = {"sgd": "torch.optim.SGD", "momentum": "torch.optim.SGD", "nesterov": "torch.optim.SGD"}
-        names |= {"adam": "torch.optim.Adam", "adamw": "torch.optim.AdamW", "adagrad": "torch.optim.Adagrad"}
+        names = {
+            "sgd": "torch.optim.SGD",
+            "momentum": "torch.optim.SGD",
+            "nesterov": "torch.optim.SGD",
+        }
+        names |= {
+            "adam": "torch.optim.Adam",
+            "adamw": "torch.optim.AdamW",
+            "adagrad": "torch.optim.Adagrad",
+        }
         names |= {"rmsprop": "torch.optim.RMSprop", "lookahead": "Lookahead", "wide": "Wide"}
         options = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
         if optimizer.no_eps:
@@ -651,7 +741,9 @@ class Script:
             params = "[*self.model.parameters(), *self.criterion.parameters()]"
         if not optimizer.groups:
             return [f"self.optimizer = {names[optimizer.kind]}({params}, {given})"]
-        extra = ", *self.criterion.parameters()" if self.program.criterion.kind == "own_module" else ""
+        extra = (
+            ", *self.criterion.parameters()" if self.program.criterion.kind == "own_module" else ""
+        )
         return [
             'biases = [p for n, p in self.model.named_parameters() if "bias" in n]',
             f'others = [*(p for n, p in self.model.named_parameters() if "bias" not in n){extra}]',
@@ -662,14 +754,21 @@ class Script:
     def _methods(self) -> list[str]:
         program, methods = self.program, []
         if program.criterion.sample_weights:
-            methods.append(["def batch_weight(self, data, target):", "    return target_weights(target).sum()"])
+            methods.append(
+                ["def batch_weight(self, data, target):", "    return target_weights(target).sum()"]
+            )
         if program.data.sampler is not None:
             made = {
                 "weighted": "WeightedRandomSampler([1.0 + index % 3 for index in range(len(dataset))], len(dataset))",
                 "by_length": "Zigzag(len(dataset))",
             }[program.data.sampler]
-            body = ['    if split != "train":', "        return super().build_datasampler(split, dataset)"]
-            methods.append(["def build_datasampler(self, split, dataset):", *body, f"    return {made}"])
+            body = [
+                '    if split != "train":',
+                "        return super().build_datasampler(split, dataset)",
+            ]
+            methods.append(
+                ["def build_datasampler(self, split, dataset):", *body, f"    return {made}"]
+            )
         steps = self._train_step()
         if steps:
             methods.append(["def train_step(self, data):", *(f"    {line}" for line in steps)])
@@ -682,7 +781,9 @@ class Script:
             for state in counted:
                 holder = {"runner": "self", "dataset": 'self.datasets["train"]'}[state.where]
                 read = (
-                    _STATE_READ[state.kind].replace("self", holder, 1) if state.where == "runner" else f"{holder}.count"
+                    _STATE_READ[state.kind].replace("self", holder, 1)
+                    if state.where == "runner"
+                    else f"{holder}.count"
                 )
                 factors.append(f"        loss = loss * (1 + 0.1 * (({read} - 1) % 3))")
             methods.append(
@@ -695,13 +796,25 @@ class Script:
             )
         if program.stack.find_unused:
             methods.append(
-                ["def ddp_kwargs(self):", '    return {**super().ddp_kwargs(), "find_unused_parameters": True}']
+                [
+                    "def ddp_kwargs(self):",
+                    '    return {**super().ddp_kwargs(), "find_unused_parameters": True}',
+                ]
             )
         saves = [event for event in program.events if event.kind == "checkpoint"]
         if saves:
-            body = ["    outcome = super().step()", f"    if self.train_state.global_step == {saves[0].at + 1}:"]
-            methods.append(["def step(self):", *body, "        self.save_checkpoint()", "    return outcome"])
-        return [line for method in methods for line in ["", *(f"    {each}" if each else "" for each in method)]]
+            body = [
+                "    outcome = super().step()",
+                f"    if self.train_state.global_step == {saves[0].at + 1}:",
+            ]
+            methods.append(
+                ["def step(self):", *body, "        self.save_checkpoint()", "    return outcome"]
+            )
+        return [
+            line
+            for method in methods
+            for line in ["", *(f"    {each}" if each else "" for each in method)]
+        ]
 
     def _train_step(self) -> list[str]:
         program, lines = self.program, []
@@ -718,7 +831,11 @@ class Script:
                 lines += [f"if self.train_state.global_step == {event.at}:", f"    {call}"]
         for state in program.state:
             if state.where != "evaluation":
-                step = _STATE_STEP[state.kind] if state.where == "runner" else 'self.datasets["train"].count += 1'
+                step = (
+                    _STATE_STEP[state.kind]
+                    if state.where == "runner"
+                    else 'self.datasets["train"].count += 1'
+                )
                 lines.append(step)
         if program.optimizer.kind == "two":
             lines.append("inputs, target = data")
@@ -739,14 +856,26 @@ class Script:
         """Return the plain configuration."""
         program, settings = self.program, self.program.settings
         loader: dict[str, Any] = {}
-        for name in ("batch_size", "global_batch_size", "micro_batch_size", "drop_last", "shuffle", "keyed"):
+        for name in (
+            "batch_size",
+            "global_batch_size",
+            "micro_batch_size",
+            "drop_last",
+            "shuffle",
+            "keyed",
+        ):
             if getattr(settings, name) is not None:
                 loader[name] = getattr(settings, name)
         if settings.num_workers:
             loader["num_workers"] = settings.num_workers
             if settings.persistent_workers:
                 loader["persistent_workers"] = True
-        made: dict[str, Any] = {"dir": directory, "seed": settings.seed, "log": False, "dataloader": loader}
+        made: dict[str, Any] = {
+            "dir": directory,
+            "seed": settings.seed,
+            "log": False,
+            "dataloader": loader,
+        }
         for name in (
             "epochs",
             "steps",
@@ -794,7 +923,9 @@ class Script:
         if stack.kind == "graph":
             made["compile"] = {"backend": "eager"}
         if stack.kind == "parallel":
-            axes = {name: getattr(stack, name) for name in ("replicate", "shard", "tensor", "pipeline")}
+            axes = {
+                name: getattr(stack, name) for name in ("replicate", "shard", "tensor", "pipeline")
+            }
             made["parallel"] = {"axes": {name: size for name, size in axes.items() if size != 1}}
         if stack.shard > 1 and program.model.chooses_blocks:
             # Ranks that gather different blocks may wait for each other: the log says for what.
@@ -807,7 +938,11 @@ class Script:
     def _optim_section(self) -> dict[str, Any]:
         optimizer = self.program.optimizer
         kind = "sgd" if optimizer.kind in ("momentum", "nesterov") else optimizer.kind
-        section: dict[str, Any] = {"type": kind, "lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+        section: dict[str, Any] = {
+            "type": kind,
+            "lr": optimizer.lr,
+            "weight_decay": optimizer.weight_decay,
+        }
         if optimizer.no_eps:
             section["eps"] = 0.0
         if optimizer.kind in ("momentum", "nesterov"):
@@ -850,7 +985,11 @@ class Script:
                 train += [f"runner.config.{unit} = BUDGET", "runner.train()"]
         body = "\n".join(f"    {line}" for line in train)
         text += f"\n\n\ndef run(runner):\n{body}"
-        last = '        print(runner.infer("val"))' if program.data.val else "        print(runner.results)"
+        last = (
+            '        print(runner.infer("val"))'
+            if program.data.val
+            else "        print(runner.results)"
+        )
         text += '\n\n\nif __name__ == "__main__":\n    with Program(dl.RunnerConfig(SETTINGS)) as runner:\n'
         return text + f"        run(runner)\n{last}"
 
@@ -954,10 +1093,16 @@ def state_value(runner: Any, state: State) -> Any:
     if state.where == "evaluation":
         return runner.evaluated
     starts_empty = {"deque": "deque", "generator": "drawn"}
-    if state.where == "runner" and state.kind in starts_empty and not getattr(runner, starts_empty[state.kind], None):
+    if (
+        state.where == "runner"
+        and state.kind in starts_empty
+        and not getattr(runner, starts_empty[state.kind], None)
+    ):
         return None  # each of its updates was skipped
     holder = runner if state.where == "runner" else runner.datasets["train"]
-    return eval(_STATE_READ[state.kind] if state.where == "runner" else "self.count", {"self": holder})
+    return eval(
+        _STATE_READ[state.kind] if state.where == "runner" else "self.count", {"self": holder}
+    )
 
 
 def _used_imports(body: str) -> str:

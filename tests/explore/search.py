@@ -40,7 +40,9 @@ class Found(AssertionError):
 
 def kind_of(stack: Stack) -> str:
     """Return the name of a stack, with the axes of a mesh."""
-    axes = [name for name in ("replicate", "shard", "tensor", "pipeline") if getattr(stack, name) > 1]
+    axes = [
+        name for name in ("replicate", "shard", "tensor", "pipeline") if getattr(stack, name) > 1
+    ]
     return ".".join([stack.kind, *axes])
 
 
@@ -48,8 +50,17 @@ def features(program: Program) -> list[str]:
     """Return the names of the parts of a program, for the table of pairs."""
     settings, data, criterion = program.settings, program.data, program.criterion
     found = [f"model:{class_of(part)}" for part in flat(program.model.parts)]
-    found += [f"dtype:{program.model.dtype}", f"data:{data.inputs}", f"source:{data.source}", f"form:{data.form}"]
-    found += [f"criterion:{criterion.kind}", f"optimizer:{program.optimizer.kind}", f"stack:{kind_of(program.stack)}"]
+    found += [
+        f"dtype:{program.model.dtype}",
+        f"data:{data.inputs}",
+        f"source:{data.source}",
+        f"form:{data.form}",
+    ]
+    found += [
+        f"criterion:{criterion.kind}",
+        f"optimizer:{program.optimizer.kind}",
+        f"stack:{kind_of(program.stack)}",
+    ]
     found += [f"augment:{kind}" for kind in data.augment]
     found += [f"state:{state.where}.{state.kind}" for state in program.state]
     found += [f"event:{event.kind}" for event in program.events]
@@ -146,12 +157,20 @@ class Tally:
     def report(self) -> str:
         """Return counts as text."""
         count = sum(self.kinds.values())
-        lines = [f"{count} programs: " + ", ".join(f"{n} {kind}" for kind, n in self.kinds.most_common())]
+        lines = [
+            f"{count} programs: " + ", ".join(f"{n} {kind}" for kind, n in self.kinds.most_common())
+        ]
         seconds = f"{self.seconds / max(count, 1):.2f} seconds a program"
         lines.append(f"{seconds}, {self.processor / max(count, 1):.2f} of the processor")
-        lines += ["", "Refusals by reason:"] + [f"{n:5} {reason}" for reason, n in self.reasons.most_common()]
+        lines += ["", "Refusals by reason:"] + [
+            f"{n:5} {reason}" for reason, n in self.reasons.most_common()
+        ]
         lines += ["", "Warnings:"] + [f"{n:5} {text}" for text, n in self.warned.most_common(40)]
-        lines += ["", "Parts that ran:", ", ".join(f"{name} {n}" for name, n in self.parts.most_common())]
+        lines += [
+            "",
+            "Parts that ran:",
+            ", ".join(f"{name} {n}" for name, n in self.parts.most_common()),
+        ]
         names = sorted(self.parts)
         never = [pair for pair in itertools.combinations(names, 2) if pair not in self.pairs]
         total = len(names) * (len(names) - 1) // 2
@@ -234,16 +253,28 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--budget", type=float, default=2400.0, help="seconds")
-    parser.add_argument("--stacks", action="store_true", help="draw stacks of several processes too")
     parser.add_argument(
-        "--stacks-every", type=int, default=STACKS_EVERY, metavar="N", help="in one of so many groups of programs"
+        "--stacks", action="store_true", help="draw stacks of several processes too"
     )
-    parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make a finding smaller")
+    parser.add_argument(
+        "--stacks-every",
+        type=int,
+        default=STACKS_EVERY,
+        metavar="N",
+        help="in one of so many groups of programs",
+    )
+    parser.add_argument(
+        "--shrink", type=float, default=60.0, help="seconds to make a finding smaller"
+    )
     parser.add_argument("--replay", help="a program as JSON, or a file of one")
     parser.add_argument("--script", action="store_true", help="only print the script of --replay")
     parser.add_argument("--log", type=Path, help="file that gets a line of JSON for each program")
-    parser.add_argument("--report", type=Path, nargs="+", help="only print the counts of such files together")
-    parser.add_argument("--brief", action="store_true", help="leave scripts and pairs out of the report")
+    parser.add_argument(
+        "--report", type=Path, nargs="+", help="only print the counts of such files together"
+    )
+    parser.add_argument(
+        "--brief", action="store_true", help="leave scripts and pairs out of the report"
+    )
     options = parser.parse_args()
     if options.report:
         tally = Tally()
@@ -293,11 +324,15 @@ def main() -> None:
             failed = True
             program, verdict = found
             print(
-                f"=== {verdict.broken}\n{verdict.text}\n{program.to_json()}" if options.brief else described(*found),
+                f"=== {verdict.broken}\n{verdict.text}\n{program.to_json()}"
+                if options.brief
+                else described(*found),
                 flush=True,
             )
     print(tally.report().split("\nPairs of")[0] if options.brief else tally.report())
-    print(f"{time.monotonic() - begun:.0f} s, {processor_seconds():.0f} of the processor with those of ranks")
+    print(
+        f"{time.monotonic() - begun:.0f} s, {processor_seconds():.0f} of the processor with those of ranks"
+    )
     sys.exit(failed)
 
 

@@ -267,7 +267,9 @@ class Settings:
         if self.is_canonical:
             return self.micro_batch_size or 1
         share = math.ceil((self.global_batch_size or 1) / readers)
-        return self.batch_size or min(self.micro_batch_size or share, math.ceil(share / self.accum_steps))
+        return self.batch_size or min(
+            self.micro_batch_size or share, math.ceil(share / self.accum_steps)
+        )
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,13 @@ PER_STAGE = (*DRAWS, "sometimes", "batch_norm", "counter", "memory", "running", 
 """What depends on how a batch is divided: a pipeline divides it once more."""
 
 
-def maybe(strategy: st.SearchStrategy[Any], one_in: int = 2, default: Any = None) -> st.SearchStrategy[Any]:
+def maybe(
+    strategy: st.SearchStrategy[Any], one_in: int = 2, default: Any = None
+) -> st.SearchStrategy[Any]:
     """Draw a default, or one time in some something else."""
-    return st.integers(0, one_in - 1).flatmap(lambda n: strategy if n == one_in - 1 else st.just(default))
+    return st.integers(0, one_in - 1).flatmap(
+        lambda n: strategy if n == one_in - 1 else st.just(default)
+    )
 
 
 @st.composite
@@ -128,7 +132,9 @@ def models(draw: Any, inputs: str) -> Model:
     if inputs == "vector":
         return Model(parts=chosen, dtype=dtype, tasks=tasks)
     per_position = draw(st.booleans())
-    return Model(parts=chosen, dtype=dtype, tied=draw(st.booleans()), per_position=per_position, tasks=tasks)
+    return Model(
+        parts=chosen, dtype=dtype, tied=draw(st.booleans()), per_position=per_position, tasks=tasks
+    )
 
 
 @st.composite
@@ -186,8 +192,13 @@ def datas(draw: Any, inputs: str, model: Model, criterion: Criterion) -> Data:
         source=source,
         augment=augment,
         target_dtype=target_dtype,
-        sampler=draw(maybe(st.sampled_from(["by_length", "weighted"]), 5)) if source != "iterable" else None,
-        ragged=inputs == "tokens" and not model.per_position and source != "tensors" and draw(st.booleans()),
+        sampler=draw(maybe(st.sampled_from(["by_length", "weighted"]), 5))
+        if source != "iterable"
+        else None,
+        ragged=inputs == "tokens"
+        and not model.per_position
+        and source != "tensors"
+        and draw(st.booleans()),
         nan_samples=nans,
     )
 
@@ -201,11 +212,17 @@ def optimizers(draw: Any, model: Model, criterion: Criterion, data: Data) -> Opt
     if not any(part.kind == "complex" for part in flat(model.parts)):
         kinds.append("wide")
     kind = draw(st.sampled_from(kinds))
-    lr = draw(st.sampled_from([0.1, 0.03])) if kind in ("sgd", "lookahead") else draw(st.sampled_from([0.02, 0.01]))
+    lr = (
+        draw(st.sampled_from([0.1, 0.03]))
+        if kind in ("sgd", "lookahead")
+        else draw(st.sampled_from([0.02, 0.01]))
+    )
     if kind == "two":
         return Optimizer(kind, lr, by_config=False)
     if kind in ("lookahead", "wide"):
-        return Optimizer(kind, lr, by_config=False, lenient=kind == "lookahead" and draw(st.booleans()))
+        return Optimizer(
+            kind, lr, by_config=False, lenient=kind == "lookahead" and draw(st.booleans())
+        )
     by_config = draw(st.booleans())
     can_fuse = kind in ("sgd", "momentum", "adam", "adamw", "adagrad") and not any(
         part.kind == "complex" for part in flat(model.parts)
@@ -241,7 +258,9 @@ def schedules(draw: Any, data: Data, optimizer: Optimizer, by_epochs: bool) -> S
     if data.val:
         intervals.append("validation")
     interval = draw(maybe(st.sampled_from(intervals), 3))
-    return Schedule(kind, warmup=draw(maybe(st.integers(1, 3), 3, 0)) if library else 0, interval=interval)
+    return Schedule(
+        kind, warmup=draw(maybe(st.integers(1, 3), 3, 0)) if library else 0, interval=interval
+    )
 
 
 def sizes_fit(data: Data, settings: Settings, readers: int) -> bool:
@@ -253,11 +272,17 @@ def sizes_fit(data: Data, settings: Settings, readers: int) -> bool:
         return False
     if readers > 1:
         return batch > 1 and settings.batch_size is not None and settings.drop_last is not False
-    return batch > 1 and data.train >= batch and (settings.drop_last is not False or data.train % batch != 1)
+    return (
+        batch > 1
+        and data.train >= batch
+        and (settings.drop_last is not False or data.train % batch != 1)
+    )
 
 
 @st.composite
-def all_settings(draw: Any, model: Model, criterion: Criterion, data: Data, optimizer: Optimizer) -> Settings:
+def all_settings(
+    draw: Any, model: Model, criterion: Criterion, data: Data, optimizer: Optimizer
+) -> Settings:
     """Draw the settings of a run."""
     by_epochs = draw(st.booleans())
     own_order = data.source != "iterable" and data.sampler is None
@@ -292,19 +317,27 @@ def all_settings(draw: Any, model: Model, criterion: Criterion, data: Data, opti
         accum_steps=accum if not whole or batch * accum <= data.train else 1,
         max_grad_norm=draw(maybe(st.sampled_from([0.5, 0.1]), 3)),
         max_grad_value=None if has_complex else draw(maybe(st.just(0.05), 6)),
-        precision=draw(maybe(st.sampled_from(["bf16", "fp16"]), 6)) if model.dtype == "float32" else None,
+        precision=draw(maybe(st.sampled_from(["bf16", "fp16"]), 6))
+        if model.dtype == "float32"
+        else None,
         skip_nonfinite_grad=bool(data.nan_samples) and draw(maybe(st.just(False), 6, True)),
         drop_last=draw(maybe(st.booleans(), 2)),
-        shuffle=draw(maybe(st.booleans(), 3)) if data.source != "iterable" and data.sampler is None else None,
+        shuffle=draw(maybe(st.booleans(), 3))
+        if data.source != "iterable" and data.sampler is None
+        else None,
         num_workers=workers,
         persistent_workers=bool(workers) and draw(st.booleans()),
-        keyed=draw(maybe(st.sampled_from(["sample", "batch"]), 4)) if data.source in ("dataset",) else None,
+        keyed=draw(maybe(st.sampled_from(["sample", "batch"]), 4))
+        if data.source in ("dataset",)
+        else None,
         evaluate_interval=draw(maybe(st.integers(1, 3), 2)) if not by_epochs and data.val else None,
         patience=draw(maybe(st.integers(1, 2), 4)) if data.val else None,
         score_max=bool(data.val) and draw(maybe(st.just(True), 4, False)),
         schedule=schedule,
         ema=average,
-        gradient_sum=draw(st.sampled_from(["canonical", "canonical", "fast"])) if micro is not None else "fast",
+        gradient_sum=draw(st.sampled_from(["canonical", "canonical", "fast"]))
+        if micro is not None
+        else "fast",
         checkpoint_interval=draw(maybe(st.integers(1, 3), 3)),
         checkpoint_backend=draw(maybe(st.just("dcp"), 8, "auto")),
         async_mode=draw(maybe(st.just("disabled"), 3)),
@@ -367,17 +400,27 @@ def programs(draw: Any, stacks: bool = False) -> Program:
     settings = draw(all_settings(model, criterion, data, optimizer))
     stack = draw(all_stacks(model, criterion, data, optimizer)) if stacks else Stack()
     if settings.batch_size is not None and stack.readers > 1:
-        settings = replace(settings, batch_size=max(min(settings.batch_size, data.train // stack.readers), 1))
+        settings = replace(
+            settings, batch_size=max(min(settings.batch_size, data.train // stack.readers), 1)
+        )
     if settings.global_batch_size is not None:
-        settings = replace(settings, global_batch_size=max(settings.global_batch_size, stack.readers))
-    if any(part.kind in WHOLE_BATCH for part in flat(model.parts)) and not sizes_fit(data, settings, stack.readers):
-        model = replace(model, parts=tuple(part for part in model.parts if part.kind not in WHOLE_BATCH))
+        settings = replace(
+            settings, global_batch_size=max(settings.global_batch_size, stack.readers)
+        )
+    if any(part.kind in WHOLE_BATCH for part in flat(model.parts)) and not sizes_fit(
+        data, settings, stack.readers
+    ):
+        model = replace(
+            model, parts=tuple(part for part in model.parts if part.kind not in WHOLE_BATCH)
+        )
     if stack.ranks > 1 and data.source == "iterable":
         # Each rank reads all of it, in an evaluation too.
         data = replace(data, val=0)
         settings = replace(settings, evaluate_interval=None, patience=None, score_max=False)
         schedule = settings.schedule
-        if schedule is not None and (schedule.kind == "plateau" or schedule.interval == "validation"):
+        if schedule is not None and (
+            schedule.kind == "plateau" or schedule.interval == "validation"
+        ):
             settings = replace(settings, schedule=None)
     if stack.kind == "parallel" and stack.shard > 1 and draw(maybe(st.just(True), 3, False)):
         # A mesh gathers and reduces block by block.
@@ -386,7 +429,9 @@ def programs(draw: Any, stacks: bool = False) -> Program:
         optimizer = replace(optimizer, fused=optimizer.fused and optimizer.kind != "momentum")
     if stack.kind == "graph":
         # What is drawn within a graph cannot be recorded.
-        model = replace(model, parts=tuple(part for part in model.parts if not DRAWS & {*kinds_of(part)}))
+        model = replace(
+            model, parts=tuple(part for part in model.parts if not DRAWS & {*kinds_of(part)})
+        )
     state = draw(states(data))
     happens = draw(events(data, settings))
     return Program(model, criterion, data, optimizer, settings, state, happens, stack)
@@ -398,7 +443,9 @@ def kinds_of(part: Part) -> list[str]:
 
 
 @st.composite
-def all_stacks(draw: Any, model: Model, criterion: Criterion, data: Data, optimizer: Optimizer) -> Stack:
+def all_stacks(
+    draw: Any, model: Model, criterion: Criterion, data: Data, optimizer: Optimizer
+) -> Stack:
     """Draw a stack that a model can be trained on."""
     kinds = ["ddp", "accelerate", "graph"] * 2 if optimizer.kind != "two" else ["ddp"]
     # An optimizer that copies weights when it is built, or makes state of its own of gradients, has to know DTensor.
@@ -406,15 +453,25 @@ def all_stacks(draw: Any, model: Model, criterion: Criterion, data: Data, optimi
         kinds += ["shard", "replicate"] * 2
     if not model.tied and optimizer.kind not in ("lookahead", "wide"):
         kinds += ["tensor"] * 2
-    is_chain = data.inputs == "vector" and data.form in ("pair", "mapping") and optimizer.kind != "two"
+    is_chain = (
+        data.inputs == "vector" and data.form in ("pair", "mapping") and optimizer.kind != "two"
+    )
     is_chain = is_chain and not model.tasks
-    if is_chain and not any(part.kind in PER_STAGE for part in flat(model.parts)) and criterion.kind != "own_module":
+    if (
+        is_chain
+        and not any(part.kind in PER_STAGE for part in flat(model.parts))
+        and criterion.kind != "own_module"
+    ):
         kinds += ["pipeline"] * 2
     if optimizer.by_config and model.dtype == "float32":
         kinds += ["deepspeed"] * 2
     kind = draw(st.sampled_from(kinds))
     if kind == "ddp":
-        return Stack(kind, ranks=draw(st.integers(2, 3)), find_unused=model.leaves_out and draw(st.booleans()))
+        return Stack(
+            kind,
+            ranks=draw(st.integers(2, 3)),
+            find_unused=model.leaves_out and draw(st.booleans()),
+        )
     if kind == "shard":
         size = draw(st.integers(2, 3))
         return Stack("parallel", ranks=size, shard=size)

@@ -10,7 +10,17 @@ import pytest
 import torch
 from explore.by_hand import expected
 from explore.comparing import differences
-from explore.spec import Average, Data, Event, MicroBatch, Optimizer, Program, Record, Schedule, Settings
+from explore.spec import (
+    Average,
+    Data,
+    Event,
+    MicroBatch,
+    Optimizer,
+    Program,
+    Record,
+    Schedule,
+    Settings,
+)
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -50,9 +60,14 @@ def given() -> Record:
     return Record(initial=weights, micro_batches=micro_batches * 2)
 
 
-def trained_by_torch(initial: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+def trained_by_torch(
+    initial: dict[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
     """Return weights, averages and the loss of the validation, of updates of six samples and of the five that are left."""
-    model, inputs, targets = nn.Linear(3, 2).double(), *(each.double() for each in tensors_of("train"))
+    model, inputs, targets = (
+        nn.Linear(3, 2).double(),
+        *(each.double() for each in tensors_of("train")),
+    )
     model.load_state_dict(initial)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     average: Any = torch.optim.swa_utils.get_ema_multi_avg_fn
@@ -61,7 +76,9 @@ def trained_by_torch(initial: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / 4)
     for first in (0, 6, 0, 6):
         optimizer.zero_grad()
-        loss: Any = nn.functional.mse_loss(model(inputs[first : first + 6]), targets[first : first + 6])
+        loss: Any = nn.functional.mse_loss(
+            model(inputs[first : first + 6]), targets[first : first + 6]
+        )
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -81,7 +98,9 @@ def test_reference_equals_torch() -> None:
         torch.testing.assert_close(found.final[name], weights[name], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found.averages[name], averages[name], rtol=1e-12, atol=1e-12)
     assert found.evaluations[-1].result["loss"] == pytest.approx(loss, rel=1e-12)
-    assert [update.rates[0] for update in found.updates] == pytest.approx([0.05, 0.0375, 0.025, 0.0125])
+    assert [update.rates[0] for update in found.updates] == pytest.approx(
+        [0.05, 0.0375, 0.025, 0.0125]
+    )
 
 
 def test_reference_follows_a_larger_budget() -> None:
@@ -110,7 +129,8 @@ def change(record: Record, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["weights", "averages", "rates", "updates", "evaluations", "predictions", "skipped", "refused"]
+    "what",
+    ["weights", "averages", "rates", "updates", "evaluations", "predictions", "skipped", "refused"],
 )
 def test_comparison_sees_differences(what: str) -> None:
     record = given()

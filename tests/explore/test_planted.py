@@ -130,7 +130,9 @@ def schedule_step_in_train_step_is_refused(root: Path) -> bool:
             self.scheduler.step()
             return returned
 
-    return is_refused(lambda: trained(Hurrying, root, 2, scheduler={"type": "linear"}), "Remove scheduler.step")
+    return is_refused(
+        lambda: trained(Hurrying, root, 2, scheduler={"type": "linear"}), "Remove scheduler.step"
+    )
 
 
 def is_refused(run: Callable[[], object], text: str) -> bool:
@@ -141,7 +143,9 @@ def is_refused(run: Callable[[], object], text: str) -> bool:
     return False
 
 
-def averages_of(model: nn.Module, root: Path) -> tuple[Mapping[str, Tensor], list[dict[str, Tensor]]]:
+def averages_of(
+    model: nn.Module, root: Path
+) -> tuple[Mapping[str, Tensor], list[dict[str, Tensor]]]:
     """Return the averages of a run, and the states of its model after each update."""
     states = []
 
@@ -152,10 +156,14 @@ def averages_of(model: nn.Module, root: Path) -> tuple[Mapping[str, Tensor], lis
 
         def step(self) -> Any:
             outcome = super().step()
-            states.append({name: value.clone() for name, value in self.unwrapped_model.state_dict().items()})
+            states.append(
+                {name: value.clone() for name, value in self.unwrapped_model.state_dict().items()}
+            )
             return outcome
 
-    return trained(Averaging, root, 3, **{"ema.enabled": True, "ema.decay": 0.5}).ema.weights, states
+    return trained(
+        Averaging, root, 3, **{"ema.enabled": True, "ema.decay": 0.5}
+    ).ema.weights, states
 
 
 def buffers_are_copied(root: Path) -> bool:
@@ -182,7 +190,9 @@ def complex_weights_are_averaged(root: Path) -> bool:
 
 def pretrained_takes_what_was_evaluated(root: Path) -> bool:
     before = trained(Line, root / "before", 3, **{"ema.enabled": True, "ema.decay": 0.9})
-    config = settings(root / "after", steps=1, pretrained=str(root / "before/checkpoints/latest.pth"))
+    config = settings(
+        root / "after", steps=1, pretrained=str(root / "before/checkpoints/latest.pth")
+    )
     with Line(config) as after:
         return torch.equal(after.model.weight.detach(), before.ema.weights["weight"])
 
@@ -231,7 +241,12 @@ def train_blocks(root: str, axes: dict[str, int], plan: list[list[int]]) -> tupl
             gradient = self.model.blocks[plan[0][0]].weight.grad
             norms.append(0.0 if gradient is None else float(local_part(gradient).norm()))
 
-    more = {"stack": "parallel", "parallel": {"axes": axes}, "accum_steps": len(plan), "fsdp": {"blocks": ["Linear"]}}
+    more = {
+        "stack": "parallel",
+        "parallel": {"axes": axes},
+        "accum_steps": len(plan),
+        "fsdp": {"blocks": ["Linear"]},
+    }
     with active():
         try:
             with Chosen(settings(root, steps=1, checkpoint={"load_only": True}, **more)) as runner:
@@ -247,7 +262,9 @@ def first_block_has_a_gradient(root: Path) -> bool:
 
 
 def different_blocks_are_refused(root: Path) -> bool:
-    return all(refused for refused, _ in run_processes(train_blocks, str(root), {"shard": 2}, [[0, 1]]))
+    return all(
+        refused for refused, _ in run_processes(train_blocks, str(root), {"shard": 2}, [[0, 1]])
+    )
 
 
 class Lines(logging.Handler):
@@ -277,7 +294,13 @@ def attribute_of_the_loss_is_named(root: Path) -> bool:
             return super().train_step(data)
 
     with Lines() as lines:
-        trained(Counting, root, 1, gradient_sum="canonical", dataloader={"global_batch_size": 4, "micro_batch_size": 2})
+        trained(
+            Counting,
+            root,
+            1,
+            gradient_sum="canonical",
+            dataloader={"global_batch_size": 4, "micro_batch_size": 2},
+        )
     return any("changed within the first update" in line for line in lines)
 
 
@@ -392,8 +415,12 @@ PROGRAMS: dict[str, Callable[[Path], bool]] = {
     "pretrained_takes_trained_weights": pretrained_takes_what_was_evaluated,
     "larger_budget_keeps_the_curve": rate_falls_to_the_new_end,
     "changed_attribute_is_not_named": attribute_of_the_loss_is_named,
-    "enumerations_are_not_saved": lambda root: is_restored(root, Colour.RED, lambda now: Colour((now.value + 1) % 3)),
-    "numbers_of_numpy_are_not_saved": lambda root: is_restored(root, numpy.int64(0), lambda now: now + numpy.int64(1)),
+    "enumerations_are_not_saved": lambda root: is_restored(
+        root, Colour.RED, lambda now: Colour((now.value + 1) % 3)
+    ),
+    "numbers_of_numpy_are_not_saved": lambda root: is_restored(
+        root, numpy.int64(0), lambda now: now + numpy.int64(1)
+    ),
     "bytes_are_not_saved": lambda root: is_restored(root, b"", lambda now: now + b"x"),
     "values_without_encoding_are_not_named": dictionary_by_objects_is_named,
     "generators_of_modules_are_not_seeded": generators_of_modules_come_back,
@@ -407,7 +434,9 @@ PROGRAMS_ON_RANKS: dict[str, Callable[[Path], bool]] = {
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
-def test_switch_changes_its_result(planted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_changes_its_result(
+    planted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a run of the right library notes that the switch is reached."""
     if planted.name in PROGRAMS_ON_RANKS:
         on_ranks = PROGRAMS_ON_RANKS[planted.name]

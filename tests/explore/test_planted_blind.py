@@ -155,7 +155,12 @@ def rate_stays_while_score_rises(root: Path) -> bool:
             return {"acc": self.rises}
 
     schedule = {"type": "reducelronplateau", "patience": 0}
-    more = {"scheduler": schedule, "score_name": "acc", "score_split": "val", "evaluate_interval": 1}
+    more = {
+        "scheduler": schedule,
+        "score_name": "acc",
+        "score_split": "val",
+        "evaluate_interval": 1,
+    }
     runner = trained(Rising, root, 6, **more)
     return float(runner.optimizer.param_groups[0]["lr"]) == 0.1
 
@@ -172,7 +177,9 @@ class Slow(torch.optim.Optimizer):
         parameters = self.param_groups[0]["params"]
         self.slow = self.slow or [parameter.clone() for parameter in parameters]
         for parameter, slow in zip(parameters, self.slow):
-            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter, dtype=torch.float32))
+            momentum = self.state[parameter].setdefault(
+                "momentum", torch.zeros_like(parameter, dtype=torch.float32)
+            )
             momentum.mul_(0.9).add_(parameter.grad)
             parameter.sub_(0.1 * momentum)
             slow.lerp_(parameter, 0.5)
@@ -198,7 +205,10 @@ def slow_runs(root: Path, dtype: torch.dtype) -> tuple[Slow, Slow, bool]:
             self.datasets = {"train": TensorDataset(inputs.to(dtype), targets.to(dtype))}
             self.optimizer = Slow(self.model.parameters())
 
-    whole, parts = trained(Slowly, root / "whole", 5, optim={}), trained(Slowly, root / "parts", 2, 5, optim={})
+    whole, parts = (
+        trained(Slowly, root / "whole", 5, optim={}),
+        trained(Slowly, root / "parts", 2, 5, optim={}),
+    )
     return whole.optimizer, parts.optimizer, torch.equal(whole.model.weight, parts.model.weight)
 
 

@@ -11,7 +11,9 @@ from explore.spec import Data, Event, Model, Optimizer, Part, Program, Settings,
 
 COUNTS_BYTES = Program(
     data=Data(train=8),
-    settings=Settings(batch_size=2, epochs=None, steps=3, checkpoint_interval=1, async_mode="disabled"),
+    settings=Settings(
+        batch_size=2, epochs=None, steps=3, checkpoint_interval=1, async_mode="disabled"
+    ),
     state=(State("runner", "bytes"),),
     events=(Event("kill", 1),),
 )
@@ -24,7 +26,11 @@ def test_switch_is_reached_by_a_program_that_it_would_change(ranks: int) -> None
     assert verdict.kind == "right", verdict
     assert "bytes_are_not_saved" in reached
     assert "one_number_for_all_streams" in reached, "every program reaches it"
-    assert not {"enumerations_are_not_saved", "buffers_are_averaged", "larger_budget_keeps_the_curve"} & set(reached)
+    assert not {
+        "enumerations_are_not_saved",
+        "buffers_are_averaged",
+        "larger_budget_keeps_the_curve",
+    } & set(reached)
 
 
 def test_fault_is_found_by_a_program_that_fails_with_it_and_not_without() -> None:
@@ -48,7 +54,9 @@ SHOWS = {
         stack=Stack("parallel", ranks=4, replicate=2, shard=2),
     ),
     "changed_attribute_is_not_named": Program(
-        settings=Settings(batch_size=None, global_batch_size=4, micro_batch_size=1, gradient_sum="canonical"),
+        settings=Settings(
+            batch_size=None, global_batch_size=4, micro_batch_size=1, gradient_sum="canonical"
+        ),
         state=(State("runner", "int"),),
     ),
     "blocks_are_mixed_up": Program(
@@ -70,7 +78,9 @@ def test_fault_that_was_not_found_is_shown_by_a_program_that_can_be_drawn(fault:
 
 
 def test_fault_is_checked_with_the_programs_that_reach_it_alone() -> None:
-    search = Search(1, ["bytes_are_not_saved", "enumerations_are_not_saved", "buffers_are_averaged"])
+    search = Search(
+        1, ["bytes_are_not_saved", "enumerations_are_not_saved", "buffers_are_averaged"]
+    )
     reach = [["bytes_are_not_saved"], ["bytes_are_not_saved", "enumerations_are_not_saved"], []]
     for reached in reach:
         search.programs.append(COUNTS_BYTES)
@@ -82,7 +92,11 @@ def test_fault_is_checked_with_the_programs_that_reach_it_alone() -> None:
         if fault:
             served.append((fault, number))
             search.take(fault, number, Verdict("right"), [])
-    assert served == [("bytes_are_not_saved", 0), ("enumerations_are_not_saved", 1), ("bytes_are_not_saved", 1)]
+    assert served == [
+        ("bytes_are_not_saved", 0),
+        ("enumerations_are_not_saved", 1),
+        ("bytes_are_not_saved", 1),
+    ]
     assert len(search.programs) == 6, "every second check is of a new program"
 
 
@@ -92,7 +106,9 @@ def test_fault_that_was_found_is_checked_no_more_and_has_its_figures_in_the_tabl
         search.programs.append(COUNTS_BYTES)
         search.take("", number, Verdict("right"), ["bytes_are_not_saved"])
     assert search.next_task() == ("bytes_are_not_saved", 0)
-    search.take("bytes_are_not_saved", 0, Verdict("differs", "count: 1 and 2", "resumed_is_the_same"), [])
+    search.take(
+        "bytes_are_not_saved", 0, Verdict("differs", "count: 1 and 2", "resumed_is_the_same"), []
+    )
     assert {search.next_task()[0] for _ in range(3)} == {""}
     point = FAULTS["bytes_are_not_saved"].point
     assert f"| bytes_are_not_saved | {point} | 1 | 1 | resumed_is_the_same |" in search.report(1.0)

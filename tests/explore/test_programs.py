@@ -35,7 +35,13 @@ def test_chosen_programs_are_trained_and_not_refused() -> None:
     assert verdict.kind == "right", verdict.text
 
 
-@settings(max_examples=30, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=30,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
 @given(programs(stacks=True))
 def test_drawn_program_is_the_same_after_json_and_renders_as_python(program: Program) -> None:
     assert Program.from_json(program.to_json()) == program
@@ -52,12 +58,16 @@ def test_script_of_a_program_runs_as_a_file(tmp_path: Path) -> None:
     )
     file = tmp_path / "program.py"
     file.write_text(render(program, str(tmp_path / "run")))
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "checkpoints" / "latest.pth").is_file()
 
 
-def test_search_finds_an_update_without_clipping_and_shrinks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_finds_an_update_without_clipping_and_shrinks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The search must be able to fail: here clipping is left out, and the smallest program that shows it is small."""
     from danling.runners import torch_runner
 
@@ -66,7 +76,9 @@ def test_search_finds_an_update_without_clipping_and_shrinks_it(monkeypatch: pyt
 
     monkeypatch.setattr(torch_runner.TorchRunner, "clip_gradients", nothing)
     base = Program(optimizer=Optimizer(lr=0.5), settings=Settings(max_grad_norm=0.1))
-    large = replace(base, model=Model((Part("linear"), Part("tanh"))), settings=replace(base.settings, epochs=2))
+    large = replace(
+        base, model=Model((Part("linear"), Part("tanh"))), settings=replace(base.settings, epochs=2)
+    )
     for program in (base, large):
         verdict = checked(program)
         assert (verdict.kind, verdict.broken) == ("differs", "reference"), verdict
@@ -111,7 +123,11 @@ def test_finding_is_printed_as_a_script_with_its_replay_command() -> None:
 def test_search_without_a_finding_counts_refusals_by_reason() -> None:
     tally = Tally()
     result = search(
-        5, number=2, budget=60.0, check=lambda program: Verdict("refused", "ValueError: Expected a\nat"), tally=tally
+        5,
+        number=2,
+        budget=60.0,
+        check=lambda program: Verdict("refused", "ValueError: Expected a\nat"),
+        tally=tally,
     )
     assert result is None
     assert tally.reasons["ValueError: Expected a"] == sum(tally.kinds.values()) >= 5
@@ -119,7 +135,10 @@ def test_search_without_a_finding_counts_refusals_by_reason() -> None:
 
 def test_counts_of_a_log_are_those_of_its_search(tmp_path: Path) -> None:
     tally, again = Tally(tmp_path / "log.jsonl"), Tally()
-    tally.add(Program(settings=Settings(steps=1, epochs=None)), Verdict("right", seconds=1.0, named=["a warning"]))
+    tally.add(
+        Program(settings=Settings(steps=1, epochs=None)),
+        Verdict("right", seconds=1.0, named=["a warning"]),
+    )
     tally.add(Program(), Verdict("refused", "ValueError: Expected a\nat", seconds=2.0))
     again.add_log(tmp_path / "log.jsonl")
     assert again.report() == tally.report()

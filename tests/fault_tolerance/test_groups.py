@@ -25,7 +25,11 @@ from danling.utils.observers import Observer
 
 
 def test_the_way_to_the_lighthouse_gives_the_address_of_this_machine() -> None:
-    assert address_towards("http://127.0.0.1:29510") == address_towards("localhost:29510") == "127.0.0.1"
+    assert (
+        address_towards("http://127.0.0.1:29510")
+        == address_towards("localhost:29510")
+        == "127.0.0.1"
+    )
     with pytest.raises(ValueError, match="29510"):
         address_towards("nowhere")
 
@@ -93,7 +97,9 @@ class Counting(Observer):
         self.count = int(state["count"])
 
 
-def runner_of(root: Path, group: int = 0, kind: type[dl.TorchRunner] = TracingRunner, **more: Any) -> dl.TorchRunner:
+def runner_of(
+    root: Path, group: int = 0, kind: type[dl.TorchRunner] = TracingRunner, **more: Any
+) -> dl.TorchRunner:
     return kind(
         {
             "seed": 3 + group,
@@ -135,14 +141,18 @@ def test_healing_group_continues_as_the_other_one(
         for name, value in ahead.model_state_dict().items():
             assert torch.equal(behind.model_state_dict()[name], value)
             assert torch.equal(behind.ema.weights[name], ahead.ema.weights[name])
-        assert behind.sources["train"].consumed == source.consumed == 12 and behind.state.train.global_step == 7
+        assert (
+            behind.sources["train"].consumed == source.consumed == 12
+            and behind.state.train.global_step == 7
+        )
         assert behind.state.level == 3
         assert behind.observers.with_state["Counting"].count == 3  # type: ignore[attr-defined]
         assert [p.requires_grad for p in behind.model.parameters()] == [
             p.requires_grad for p in ahead.model.parameters()
         ]
         assert (
-            behind.model.calls.tolist() == [3.0, 3.0] and behind.model.calls.data_ptr() != ahead.model.calls.data_ptr()
+            behind.model.calls.tolist() == [3.0, 3.0]
+            and behind.model.calls.data_ptr() != ahead.model.calls.data_ptr()
         )
         assert behind.counts is held and held == {"a": [3.0]}  # type: ignore[attr-defined]
         # Its attempts and the scale of its losses are its own, and what the other group has counted is added there.
@@ -196,5 +206,7 @@ def test_one_of_two_groups_writes_until_it_closes(lighthouse: None, tmp_path: Pa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is NCCL")
 def test_nccl_without_a_device_is_refused_at_construction(lighthouse: None, tmp_path: Path) -> None:
     settings = {"ft": {"enabled": True, "process_group": "nccl"}, "workspace_root": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"Expected NCCL and a CUDA device for ft.process_group='nccl'"):
+    with pytest.raises(
+        ValueError, match=r"Expected NCCL and a CUDA device for ft.process_group='nccl'"
+    ):
         TracingRunner(settings)

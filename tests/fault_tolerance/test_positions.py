@@ -77,7 +77,9 @@ def test_groups_have_directories_of_their_own_and_old_states_go(tmp_path: Path) 
         read(tmp_path, steps, True, **{**OWN, "ft_replica_id": replica, "keep_latest_k": 2})
     for replica, kept in (("left", [8, 10]), ("right", [12])):
         (directory,) = tmp_path.rglob(f"ft-replica-{replica}")
-        assert sorted(path.name for path in directory.glob("ckpt-*.pth")) == [f"ckpt-s{step:012d}.pth" for step in kept]
+        assert sorted(path.name for path in directory.glob("ckpt-*.pth")) == [
+            f"ckpt-s{step:012d}.pth" for step in kept
+        ]
 
 
 def test_excluded_loaders_start_from_their_beginning(tmp_path: Path) -> None:

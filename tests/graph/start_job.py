@@ -55,7 +55,9 @@ def error_of_gradient(runner: Toy) -> float:
         return float(runner.train_step(batch)[1].detach())
 
     loss()
-    slope = sum(float((p.grad * d).sum()) for p, d in zip(parameters, direction) if p.grad is not None)
+    slope = sum(
+        float((p.grad * d).sum()) for p, d in zip(parameters, direction) if p.grad is not None
+    )
     ends, step = [], 1e-5
     for sign in (1.0, -1.0):
         for parameter, along in zip(parameters, direction):
@@ -69,10 +71,18 @@ def error_of_gradient(runner: Toy) -> float:
 
 def main(settings: str) -> None:
     torch.set_num_threads(1)
-    config = {"seed": 1, "steps": 3, "dataloader": {"batch_size": 2}, "optim": {"type": "sgd", "lr": 0.1}}
+    config = {
+        "seed": 1,
+        "steps": 3,
+        "dataloader": {"batch_size": 2},
+        "optim": {"type": "sgd", "lr": 0.1},
+    }
     with Toy(config | json.loads(settings)) as runner:
         runner.train()
-        weights = b"".join(bytes(p.detach().view(torch.uint8).flatten().tolist()) for p in runner.model.parameters())
+        weights = b"".join(
+            bytes(p.detach().view(torch.uint8).flatten().tolist())
+            for p in runner.model.parameters()
+        )
         found = {
             "weights": hashlib.sha256(weights).hexdigest(),
             "graphs": runner.compilation.graphs if runner.compilation is not None else 0,

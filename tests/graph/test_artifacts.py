@@ -60,7 +60,11 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def unpacked(artifacts: Artifacts) -> set[str]:
     assert artifacts.folder is not None
-    return {str(file.relative_to(artifacts.folder)) for file in artifacts.folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(artifacts.folder))
+        for file in artifacts.folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def packed(path: Path) -> set[str]:
@@ -129,7 +133,9 @@ class OneOfTwo(LocalDomain):
         return [(value[0], (str(self.leader.folder), about.st_dev, about.st_ino)), value]
 
 
-def test_the_ranks_of_a_machine_share_a_folder_and_the_last_one_packs_it(tmp_path: Path, places: Path) -> None:
+def test_the_ranks_of_a_machine_share_a_folder_and_the_last_one_packs_it(
+    tmp_path: Path, places: Path
+) -> None:
     leader = opened(tmp_path)
     rank = Artifacts(leader.path, signed=True, world=OneOfTwo(leader), leads=False)
     rank.open()
@@ -186,13 +192,26 @@ def test_a_user_without_a_name_and_a_home_keeps_nothing_and_the_run_continues(
     artifacts.use()
     put(artifacts, "kernel.so")
     artifacts.close()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "torch") and len(warnings(caplog)) == 1
+    assert (
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "torch")
+        and len(warnings(caplog)) == 1
+    )
     assert not (tmp_path / "compiled" / "code").exists()
 
 
 def config(root: Path, **compile: Any) -> dict[str, Any]:
-    section = {"enable": True, "backend": "eager", "precompile_artifact_dir": str(root / "shared"), **compile}
-    return {"steps": 1, "dir": str(root / "run"), "compile": section, "optim": {"type": "sgd", "lr": 0.1}}
+    section = {
+        "enable": True,
+        "backend": "eager",
+        "precompile_artifact_dir": str(root / "shared"),
+        **compile,
+    }
+    return {
+        "steps": 1,
+        "dir": str(root / "run"),
+        "compile": section,
+        "optim": {"type": "sgd", "lr": 0.1},
+    }
 
 
 def test_a_loop_by_hand_keeps_its_code_too(tmp_path: Path) -> None:

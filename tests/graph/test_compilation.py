@@ -36,7 +36,9 @@ class Own(nn.Module):
 
 
 def encoder() -> nn.Module:
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False
+    )
 
 
 MODULES = {
@@ -86,7 +88,11 @@ def test_copies_and_pickles_are_modules_of_their_own() -> None:
 
 
 def test_hooks_of_the_module_itself_run_whenever_they_are_registered() -> None:
-    module, inputs, seen = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True), list[str]()
+    module, inputs, seen = (
+        nn.Sequential(nn.Linear(4, 4)),
+        torch.randn(2, 4, requires_grad=True),
+        list[str](),
+    )
     Compilation({"backend": Backend(), "fullgraph": True}).compile(module)
     module(inputs)
     module.register_forward_pre_hook(lambda *_: seen.append("before"))
@@ -121,7 +127,9 @@ def test_a_setting_of_the_process_is_changed_for_the_call_only() -> None:
 
     before = torch._dynamo.config.optimize_ddp
     module = nn.Linear(4, 4)
-    Compilation({"backend": backend, "optimize_ddp": "no_optimization"}, distributed=True).compile(module)
+    Compilation({"backend": backend, "optimize_ddp": "no_optimization"}, distributed=True).compile(
+        module
+    )
     module(torch.randn(2, 4))
     assert seen == ["no_optimization"] and torch._dynamo.config.optimize_ddp == before
 

@@ -10,7 +10,9 @@ from support.toys import Line, settings
 from danling.graph.compiler import check_compiler, cxx_command, cxx_version
 
 
-def test_the_compiler_of_the_environment_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_of_the_environment_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "c++"
     script.write_text("#!/bin/sh\necho 'mine 1.2'\necho more\n")
     script.chmod(0o755)
@@ -31,7 +33,9 @@ def test_construction_refuses_a_machine_without_a_compiler(
     assert cxx_version() is None
     for backend in (None, "inductor"):
         for stack, setting in (("ddp", "compile.enable"), ("graph", "stack='graph'")):
-            with pytest.raises(ValueError, match=rf"{setting}.* does not run\. Install one.*aot_eager"):
+            with pytest.raises(
+                ValueError, match=rf"{setting}.* does not run\. Install one.*aot_eager"
+            ):
                 made(tmp_path, stack, backend)
     for disabled in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         with monkeypatch.context() as context:

@@ -25,7 +25,9 @@ class Block(nn.Module):
         self.wide, self.narrow, self.dropout = nn.Linear(8, 32), nn.Linear(32, 8), nn.Dropout(0.3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = inputs + self.dropout(self.narrow(nn.functional.gelu(self.dropout(self.wide(inputs)))))
+        output: Tensor = inputs + self.dropout(
+            self.narrow(nn.functional.gelu(self.dropout(self.wide(inputs))))
+        )
         return output
 
 
@@ -34,11 +36,15 @@ def build() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(3))).double()
 
 
-def compiled(model: nn.Sequential, policy: str, backend: str | None = "aot_eager_decomp_partition") -> WholeLoss:
+def compiled(
+    model: nn.Sequential, policy: str, backend: str | None = "aot_eager_decomp_partition"
+) -> WholeLoss:
     compilation = GraphCompilation({"backend": backend, "memory_policy": policy}, model)
     window = Window(Domain(), torch.device("cpu"))
     window.begin_microbatch(1.0, 1.0)
-    return WholeLoss(model, lambda: lambda pred, target: (pred - target).square().mean(), compilation, window)
+    return WholeLoss(
+        model, lambda: lambda pred, target: (pred - target).square().mean(), compilation, window
+    )
 
 
 def saved_bytes(model: nn.Module, function: Any, *args: Any) -> tuple[Tensor, int]:
@@ -70,7 +76,9 @@ def error_of_gradient(model: nn.Module, function: Any, inputs: Tensor, target: T
 
     model.zero_grad()
     loss().backward()
-    slope = sum(float((p.grad * d).sum()) for p, d in zip(parameters, direction) if p.grad is not None)
+    slope = sum(
+        float((p.grad * d).sum()) for p, d in zip(parameters, direction) if p.grad is not None
+    )
     ends, step = [], 1e-5
     for sign in (1.0, -1.0):
         with torch.no_grad():
@@ -88,7 +96,9 @@ def error_of_gradient(model: nn.Module, function: Any, inputs: Tensor, target: T
 _QUICK = {"default", "budget:0.5", "budget:0.01", "recompute"}
 
 
-@pytest.mark.parametrize("policy", [p if p in _QUICK else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES])
+@pytest.mark.parametrize(
+    "policy", [p if p in _QUICK else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES]
+)
 def test_the_gradient_under_dropout_is_right(policy: str) -> None:
     model = build()
     inputs, target = torch.randn(4, 8).double(), torch.randn(4, 8).double()
@@ -99,7 +109,9 @@ def test_less_is_kept_the_smaller_the_budget() -> None:
     found = []
     for policy in ("default", "budget:0.5", "budget:0.1"):
         model = build()
-        _, kept = saved_bytes(model, compiled(model, policy), torch.randn(4, 8).double(), torch.zeros(4, 8).double())
+        _, kept = saved_bytes(
+            model, compiled(model, policy), torch.randn(4, 8).double(), torch.zeros(4, 8).double()
+        )
         found.append(kept)
     assert found[0] > found[1] > found[2]
 
@@ -107,7 +119,10 @@ def test_less_is_kept_the_smaller_the_budget() -> None:
 def test_layers_are_recomputed_and_the_model_stays_as_it_is() -> None:
     model = build()
     before, keys = copy.deepcopy(model), list(model.state_dict())
-    recomputed, plain = compiled(model, "recompute", "aot_eager"), compiled(before, "default", "aot_eager")
+    recomputed, plain = (
+        compiled(model, "recompute", "aot_eager"),
+        compiled(before, "default", "aot_eager"),
+    )
     # Large enough that the states of the generator, which are kept for dropout, are small beside the activations.
     inputs, target = torch.randn(128, 8).double(), torch.randn(128, 8).double()
     found = []
@@ -117,7 +132,11 @@ def test_layers_are_recomputed_and_the_model_stays_as_it_is() -> None:
         loss.backward()
         found.append((loss.detach(), kept, [p.grad for p in root.parameters()]))
     assert torch.equal(found[0][0], found[1][0])
-    assert all(torch.equal(a, b) for a, b in zip(found[0][2], found[1][2]) if a is not None and b is not None)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(found[0][2], found[1][2])
+        if a is not None and b is not None
+    )
     assert found[0][1] < found[1][1]
     assert list(model.state_dict()) == keys
     assert all("forward" not in vars(module) for module in model.modules())
@@ -139,7 +158,9 @@ def test_the_settings_of_the_process_are_put_back() -> None:
         assert torch.compiler.config.cache_key_tag == ""
 
 
-def test_the_tag_tells_policies_and_versions_of_the_pass_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tag_tells_policies_and_versions_of_the_pass_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tags = {policy_tag(policy) for policy in (*POLICIES, None)}
     assert len(tags) == len(POLICIES)
     monkeypatch.setattr("danling.graph.compilation.PASS_VERSION", 2)
@@ -147,7 +168,18 @@ def test_the_tag_tells_policies_and_versions_of_the_pass_apart(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "policy", ["budget:0", "budget:0.0", "budget:1", "budget:-1", "budget:nan", "budget:", "budget", "offload", "full"]
+    "policy",
+    [
+        "budget:0",
+        "budget:0.0",
+        "budget:1",
+        "budget:-1",
+        "budget:nan",
+        "budget:",
+        "budget",
+        "offload",
+        "full",
+    ],
 )
 def test_other_policies_are_refused(policy: str) -> None:
     with pytest.raises(ValueError, match=r"Expected compile\.memory_policy"):
@@ -165,7 +197,9 @@ def test_other_policies_are_refused(policy: str) -> None:
         ("recompute", "eager", False),
     ],
 )
-def test_backend_without_the_policy_is_refused(policy: str, backend: str | None, followed: bool) -> None:
+def test_backend_without_the_policy_is_refused(
+    policy: str, backend: str | None, followed: bool
+) -> None:
     if followed:
         check_backend(policy, backend)
     else:

@@ -31,7 +31,9 @@ class Starts:
         self.said = ""
         self._log = root / "calls"
         self._wrapper = root / "c++"
-        self._wrapper.write_text(f'#!/bin/sh\necho "$@" >> {self._log}\nexec {cxx_command()} "$@"\n')
+        self._wrapper.write_text(
+            f'#!/bin/sh\necho "$@" >> {self._log}\nexec {cxx_command()} "$@"\n'
+        )
         self._wrapper.chmod(0o755)
         self._number = 0
 
@@ -39,7 +41,9 @@ class Starts:
         """Return what came of it, and how often the compiler has compiled something."""
         self._number += 1
         self._log.unlink(missing_ok=True)
-        environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+        environment = {
+            name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"
+        }
         # Torch's own cache is below it: that of an earlier start must not help.
         (self.root / f"tmp{self._number}").mkdir()
         environment |= {
@@ -47,18 +51,33 @@ class Starts:
             "TMPDIR": str(self.root / f"tmp{self._number}"),
             "XDG_CACHE_HOME": str(self.root / "user"),
         }
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command = [sys.executable, *(launcher if processes > 1 else []), str(JOB), json.dumps(settings)]
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+        ]
+        command = [
+            sys.executable,
+            *(launcher if processes > 1 else []),
+            str(JOB),
+            json.dumps(settings),
+        ]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
         assert done.returncode == 0, done.stderr
         self.said = done.stderr
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         # It is asked for its version in any case.
-        return json.loads(done.stdout.splitlines()[-1]), sum(line not in ("--version", "-v") for line in lines)
+        return json.loads(done.stdout.splitlines()[-1]), sum(
+            line not in ("--version", "-v") for line in lines
+        )
 
 
 @pytest.mark.parametrize("policy", ["default", "budget:0.5", "budget:0.1", "recompute"])
-def test_the_second_process_compiles_nothing_and_computes_the_same(policy: str, tmp_path: Path) -> None:
+def test_the_second_process_compiles_nothing_and_computes_the_same(
+    policy: str, tmp_path: Path
+) -> None:
     starts = Starts(tmp_path)
     compile = {"precompile_artifact_dir": str(tmp_path / "code"), "memory_policy": policy}
     first, compiled = starts.start(dir=f"{tmp_path}/one", stack="graph", compile=compile)
@@ -69,9 +88,15 @@ def test_the_second_process_compiles_nothing_and_computes_the_same(policy: str, 
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_resumed_run_and_one_with_the_directory_of_another_compile_nothing(processes: int, tmp_path: Path) -> None:
+def test_a_resumed_run_and_one_with_the_directory_of_another_compile_nothing(
+    processes: int, tmp_path: Path
+) -> None:
     starts = Starts(tmp_path)
-    run: dict[str, Any] = {"dir": f"{tmp_path}/run", "compile": {"enable": True}, "auto_resume": True}
+    run: dict[str, Any] = {
+        "dir": f"{tmp_path}/run",
+        "compile": {"enable": True},
+        "auto_resume": True,
+    }
     first, compiled = starts.start(processes, **run)
     assert compiled > 0 and first["graphs"] > 0
     resumed, compiled = starts.start(processes, **run, steps=6)
@@ -88,7 +113,11 @@ def test_a_resumed_run_and_one_with_the_directory_of_another_compile_nothing(pro
 
 def test_damaged_code_is_compiled_anew(tmp_path: Path) -> None:
     starts = Starts(tmp_path)
-    run: dict[str, Any] = {"dir": f"{tmp_path}/run", "compile": {"enable": True}, "auto_resume": True}
+    run: dict[str, Any] = {
+        "dir": f"{tmp_path}/run",
+        "compile": {"enable": True},
+        "auto_resume": True,
+    }
     starts.start(**run)
     (file,) = (tmp_path / "run" / "compiled").iterdir()
     content = bytearray(file.read_bytes())

@@ -39,7 +39,9 @@ class Named(nn.Module):
 
 def test_a_mapping_is_passed_as_keywords_and_the_loss_is_one_graph_with_it() -> None:
     made = compilation()
-    function = WholeLoss(Named(), lambda: lambda pred, target: squares(pred["logits"], target), made, window())
+    function = WholeLoss(
+        Named(), lambda: lambda pred, target: squares(pred["logits"], target), made, window()
+    )
     pred, loss = function({"first": torch.ones(3), "second": torch.ones(3)}, torch.zeros(3))
     assert torch.equal(pred["logits"], torch.full((3,), 2.0)) and loss.item() == 4.0
     assert made.graphs == made.calls == 1
@@ -59,7 +61,9 @@ def test_the_loss_is_looked_up_for_every_batch() -> None:
 
 
 @pytest.mark.parametrize(("dynamic", "graphs"), [(None, 4), (False, 4), (True, 2)])
-def test_each_size_has_a_graph_unless_one_is_asked_for_all(dynamic: bool | None, graphs: int) -> None:
+def test_each_size_has_a_graph_unless_one_is_asked_for_all(
+    dynamic: bool | None, graphs: int
+) -> None:
     made = compilation(dynamic=dynamic)
     function = WholeLoss(nn.Linear(2, 2), lambda: squares, made, window())
     for size in (32, 17, 5, 1, 32, 5):
@@ -108,7 +112,9 @@ def test_update_without_a_call_of_the_function_is_an_error() -> None:
 def test_weightless_first_update_on_this_rank_has_called_the_function() -> None:
     made = compilation()
     model = nn.Linear(2, 2)
-    function = WholeLoss(model, lambda: lambda pred, target: squares(pred, target) / 0, made, window(0.0))
+    function = WholeLoss(
+        model, lambda: lambda pred, target: squares(pred, target) / 0, made, window(0.0)
+    )
     function(torch.ones(1, 2), torch.zeros(1, 2))[1].backward()
     assert model.weight.grad is not None and not model.weight.grad.any() and made.graphs == 0
     made.after_first_update(is_main=True)

@@ -87,14 +87,25 @@ class ReferenceRunner(dl.Runner):
         sizes = {"train": case.samples, "val": 13}
         self.criterion: nn.Module
         if case.model == "gpt":
-            self.model = GPT(VOCABULARY, **{"context": LENGTH, "width": 16, "depth": 2, "heads": 4, **case.options})
+            self.model = GPT(
+                VOCABULARY,
+                **{"context": LENGTH, "width": 16, "depth": 2, "heads": 4, **case.options},
+            )
             self.criterion = nn.CrossEntropyLoss()
             self.datasets = {split: Sentences(size) for split, size in sizes.items()}
         else:
             norm = nn.BatchNorm2d(3) if case.options.get("norm", True) else nn.GroupNorm(1, 3)
-            layers = [nn.Conv2d(1, 3, 3, bias=False), norm, nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)]
+            layers = [
+                nn.Conv2d(1, 3, 3, bias=False),
+                norm,
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Dropout(0.2),
+            ]
             self.model = nn.Sequential(*layers, nn.Linear(48, CLASSES))
-            weight = torch.tensor([1.0, 2.0, 0.5, 1.0]) if case.options.get("class_weights") else None
+            weight = (
+                torch.tensor([1.0, 2.0, 0.5, 1.0]) if case.options.get("class_weights") else None
+            )
             self.criterion = nn.CrossEntropyLoss(weight=weight)
             self.datasets = {split: Images(size) for split, size in sizes.items()}
             self.metrics = {"acc": dl.metrics.accuracy}
@@ -137,56 +148,98 @@ _EMA = {"ema": {"enabled": True, "decay": 0.9}}
 
 
 def _mesh(
-    world_size: int, *, stop_at: int | None = None, options: Mapping[str, Any] | None = None, **settings: Any
+    world_size: int,
+    *,
+    stop_at: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Case:
     axes = settings.pop("axes")
     parallel = {"axes": axes, **settings.pop("parallel", {})}
-    base = {"stack": "parallel", "parallel": parallel, "accum_steps": 2, "max_grad_norm": 0.05, **_SCHEDULE}
-    return Case(world_size, {**base, **settings}, "gpt", {"tied": False, **(options or {})}, stop_at=stop_at)
+    base = {
+        "stack": "parallel",
+        "parallel": parallel,
+        "accum_steps": 2,
+        "max_grad_norm": 0.05,
+        **_SCHEDULE,
+    }
+    return Case(
+        world_size, {**base, **settings}, "gpt", {"tied": False, **(options or {})}, stop_at=stop_at
+    )
 
 
 def _engine(world_size: int, stage: int, *, stop_at: int | None = None, **settings: Any) -> Case:
-    base = {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage}}, "accum_steps": 2}
-    return Case(world_size, {**base, "max_grad_norm": 0.3, **_SCHEDULE, **settings}, stop_at=stop_at)
+    base = {
+        "stack": "deepspeed",
+        "deepspeed": {"zero_optimization": {"stage": stage}},
+        "accum_steps": 2,
+    }
+    return Case(
+        world_size, {**base, "max_grad_norm": 0.3, **_SCHEDULE, **settings}, stop_at=stop_at
+    )
 
 
 CASES: dict[str, Case] = {
     "ddp 1": Case(),
     "ddp 1, epochs": Case(settings={**_EPOCHS, **_SCHEDULE}),
     "ddp 1, ragged windows": Case(settings={**_RAGGED, **_EMA}, samples=23),
-    "ddp 1, ragged windows, resumed": Case(settings={**_RAGGED, **_EMA, **_SCHEDULE}, samples=23, stop_at=3),
+    "ddp 1, ragged windows, resumed": Case(
+        settings={**_RAGGED, **_EMA, **_SCHEDULE}, samples=23, stop_at=3
+    ),
     "ddp 1, norm, schedule, class weights": Case(
         settings={"max_grad_norm": 0.2, **_SCHEDULE, **_EMA}, options={"class_weights": True}
     ),
-    "ddp 1, value": Case(settings={"max_grad_value": 0.01, "optim": {"type": "sgd", "lr": 0.1, "momentum": 0.9}}),
-    "ddp 1, bf16": Case(settings={"precision": "bf16", "max_grad_norm": 0.2}),
-    "ddp 1, fp16": Case(settings={"precision": "fp16", "max_grad_norm": 0.2, "skip_nonfinite_grad": True}, stop_at=3),
-    "ddp 1, dcp, resumed": Case(
-        settings={"checkpoint": {"interval": 2, "backend": "dcp"}, "max_grad_norm": 0.2, **_EMA}, stop_at=3
+    "ddp 1, value": Case(
+        settings={"max_grad_value": 0.01, "optim": {"type": "sgd", "lr": 0.1, "momentum": 0.9}}
     ),
-    "ddp 1, plateau": Case(settings={"scheduler": {"type": "reducelronplateau", "factor": 0.5, "patience": 0}}),
+    "ddp 1, bf16": Case(settings={"precision": "bf16", "max_grad_norm": 0.2}),
+    "ddp 1, fp16": Case(
+        settings={"precision": "fp16", "max_grad_norm": 0.2, "skip_nonfinite_grad": True}, stop_at=3
+    ),
+    "ddp 1, dcp, resumed": Case(
+        settings={"checkpoint": {"interval": 2, "backend": "dcp"}, "max_grad_norm": 0.2, **_EMA},
+        stop_at=3,
+    ),
+    "ddp 1, plateau": Case(
+        settings={"scheduler": {"type": "reducelronplateau", "factor": 0.5, "patience": 0}}
+    ),
     "ddp 1, workers": Case(settings={"dataloader": {"batch_size": 4, "num_workers": 1}}, stop_at=3),
-    "ddp 1, export": Case(settings={"checkpoint": {"last_save_model_only": True, "export_dtype": "bf16"}, **_EMA}),
+    "ddp 1, export": Case(
+        settings={"checkpoint": {"last_save_model_only": True, "export_dtype": "bf16"}, **_EMA}
+    ),
     "ddp 1, global batch": Case(
-        settings={"dataloader": {"global_batch_size": 10, "micro_batch_size": 4}}, options={"norm": False}
+        settings={"dataloader": {"global_batch_size": 10, "micro_batch_size": 4}},
+        options={"norm": False},
     ),
     "ddp 2": Case(2),
     "ddp 2, ragged windows": Case(2, {**_RAGGED, **_EMA}, samples=37),
-    "ddp 2, norm, bf16, resumed": Case(2, {"precision": "bf16", "max_grad_norm": 0.2, **_SCHEDULE}, stop_at=3),
+    "ddp 2, norm, bf16, resumed": Case(
+        2, {"precision": "bf16", "max_grad_norm": 0.2, **_SCHEDULE}, stop_at=3
+    ),
     "ddp 2, fp16, class weights": Case(
         2, {"precision": "fp16", "max_grad_value": 0.05}, options={"class_weights": True}
     ),
-    "ddp 2, gpt, dcp": Case(2, {"checkpoint": {"interval": 2, "backend": "dcp"}, "accum_steps": 3}, "gpt"),
-    "ddp 2, global batch": Case(2, {"dataloader": {"global_batch_size": 7}}, options={"norm": False}),
+    "ddp 2, gpt, dcp": Case(
+        2, {"checkpoint": {"interval": 2, "backend": "dcp"}, "accum_steps": 3}, "gpt"
+    ),
+    "ddp 2, global batch": Case(
+        2, {"dataloader": {"global_batch_size": 7}}, options={"norm": False}
+    ),
     "fsdp 2": _mesh(2, axes={"shard": 2}, **_EMA),
     "fsdp 2, value": _mesh(2, axes={"shard": 2}, max_grad_norm=None, max_grad_value=0.01),
-    "fsdp 2, bf16, resumed": _mesh(2, axes={"shard": 2}, options={"dropout": 0.1}, precision="bf16", stop_at=3),
+    "fsdp 2, bf16, resumed": _mesh(
+        2, axes={"shard": 2}, options={"dropout": 0.1}, precision="bf16", stop_at=3
+    ),
     "fsdp 2, ragged windows": _mesh(2, axes={"shard": 2}, **_RAGGED),
     "tensor 2": _mesh(2, axes={"tensor": 2}),
     "context 2": _mesh(2, axes={"context": 2}),
     "pipeline 2": _mesh(2, axes={"pipeline": 2}, **_EMA),
     "pipeline 2, ZBV, resumed": _mesh(
-        2, axes={"pipeline": 2}, parallel={"pipeline_schedule": "ZBVZeroBubble"}, options={"depth": 4}, stop_at=3
+        2,
+        axes={"pipeline": 2},
+        parallel={"pipeline_schedule": "ZBVZeroBubble"},
+        options={"depth": 4},
+        stop_at=3,
     ),
     "expert 2": _mesh(2, axes={"expert": 2}, options={"experts": 4}),
     "hsdp 2x2": _mesh(4, axes={"replicate": 2, "shard": 2}, dataloader={"batch_size": 2}),
@@ -201,7 +254,11 @@ CASES: dict[str, Case] = {
 
 def available() -> dict[str, Case]:
     has_engine = find_spec("deepspeed") is not None
-    return {name: case for name, case in CASES.items() if has_engine or case.settings.get("stack") != "deepspeed"}
+    return {
+        name: case
+        for name, case in CASES.items()
+        if has_engine or case.settings.get("stack") != "deepspeed"
+    }
 
 
 def hashes_of(names: Sequence[str]) -> dict[str, Hashes]:
@@ -214,14 +271,17 @@ def hashes_of(names: Sequence[str]) -> dict[str, Hashes]:
             except Exception as error:
                 # The other runs are still to be compared.
                 found |= {
-                    name: {"error": f"{type(error).__name__}: {error}\n{error.__cause__ or ''}"} for name in group
+                    name: {"error": f"{type(error).__name__}: {error}\n{error.__cause__ or ''}"}
+                    for name in group
                 }
     return found
 
 
 def _hashes_of_group(names: Sequence[str], root: Path) -> dict[str, Hashes]:
     world_size = CASES[names[0]].world_size
-    ranks = run_processes(_train_each, names, str(root), world_size=world_size, timeout=60 + 30 * len(names))
+    ranks = run_processes(
+        _train_each, names, str(root), world_size=world_size, timeout=60 + 30 * len(names)
+    )
     found: dict[str, Hashes] = {}
     for name in names:
         found[name] = {f"rank {rank}": values[name] for rank, values in enumerate(ranks)}
@@ -230,7 +290,9 @@ def _hashes_of_group(names: Sequence[str], root: Path) -> dict[str, Hashes]:
     return found
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], path: str = ""
+) -> Iterator[str]:
     """Yield each path at which two sets of hashes are not the same, with both values."""
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key, "(absent)"), after.get(key, "(absent)")
@@ -269,13 +331,18 @@ def _train(case: Case, directory: str) -> Hashes:
             runner.train()
     with ReferenceRunner({**config, "auto_resume": True}, case, None) as runner:
         runner.train()
-        return {"state": _hashed(_without_settings(runner.state_dict())), "results": _hashed(runner.results)}
+        return {
+            "state": _hashed(_without_settings(runner.state_dict())),
+            "results": _hashed(runner.results),
+        }
 
 
 def _without_settings(payload: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out the configuration, which names places and has defaults that no case is about, and the seed, which is one of them."""
     state = {key: value for key, value in payload.get("state", {}).items() if key != "rng"}
-    return {key: state if key == "state" else value for key, value in payload.items() if key != "runner"}
+    return {
+        key: state if key == "state" else value for key, value in payload.items() if key != "runner"
+    }
 
 
 def _hashed(value: Any) -> Hashes:
@@ -309,14 +376,22 @@ def _digest(value: Tensor) -> str:
 
 def _metrics(directory: Path) -> Hashes:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    kept = [{key: v for key, v in line.items() if not any(word in key for word in _MEASURED)} for line in lines]
+    kept = [
+        {key: v for key, v in line.items() if not any(word in key for word in _MEASURED)}
+        for line in lines
+    ]
     return _hashed(kept)
 
 
 def _files(directory: Path) -> list[str]:
     """Return the names of all files, with `*` for what differs from run to run."""
     names = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
-    return sorted({re.sub(r"(?<=-)[0-9a-f]{8}(?=/)", "*", re.sub(r"\d{8}-\d{6}-\d+", "*", name)) for name in names})
+    return sorted(
+        {
+            re.sub(r"(?<=-)[0-9a-f]{8}(?=/)", "*", re.sub(r"\d{8}-\d{6}-\d+", "*", name))
+            for name in names
+        }
+    )
 
 
 def _checkpoint(directory: Path) -> dict[str, Hashes]:
@@ -336,21 +411,35 @@ def _of_directory(target: Path) -> Hashes:
     if (target / ".metadata").is_file():
         with TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             dcp_to_torch_save(target, Path(folder, "whole.pth"))
-            return _hashed(_without_settings(torch.load(Path(folder, "whole.pth"), weights_only=True)))
+            return _hashed(
+                _without_settings(torch.load(Path(folder, "whole.pth"), weights_only=True))
+            )
     # The engine's files hold pickles; these were written a moment ago by this script.
-    payloads = {path.name: torch.load(path, weights_only=False) for path in sorted(target.glob("*.pt"))}
+    payloads = {
+        path.name: torch.load(path, weights_only=False) for path in sorted(target.glob("*.pt"))
+    }
     found = _hashed(payloads)
-    return {path: value for path, value in found.items() if not any(part in path for part in _OF_THE_ENGINE)}
+    return {
+        path: value
+        for path, value in found.items()
+        if not any(part in path for part in _OF_THE_ENGINE)
+    }
 
 
 def main() -> int:
     """Read the command line, run, write or compare; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     doing = parser.add_mutually_exclusive_group(required=True)
     doing.add_argument("--write", metavar="FILE", type=Path, help="keep the hashes of this code")
-    doing.add_argument("--compare", metavar="FILE", type=Path, help="compare this code with kept hashes")
+    doing.add_argument(
+        "--compare", metavar="FILE", type=Path, help="compare this code with kept hashes"
+    )
     doing.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--only", metavar="NAME", nargs="+", choices=list(CASES), help="these cases alone")
+    parser.add_argument(
+        "--only", metavar="NAME", nargs="+", choices=list(CASES), help="these cases alone"
+    )
     options = parser.parse_args()
     names = options.only or list(available())
     if options.list:

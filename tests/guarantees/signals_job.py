@@ -38,7 +38,9 @@ class Job(dl.Runner):
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": points(64, 1)}
         # Three batches on the first rank, nine on the second.
-        self.dataloaders = {"val": DataLoader(points(6 + 12 * self.rank, 2 + self.rank), batch_size=2)}
+        self.dataloaders = {
+            "val": DataLoader(points(6 + 12 * self.rank, 2 + self.rank), batch_size=2)
+        }
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         if RAISE == RANK and self.state.train.global_step == 2:
@@ -61,17 +63,25 @@ class Job(dl.Runner):
         if SLOW == "native" and self.state.train.global_step == 2:
             Path("stuck").touch()
             # A wait in native code, as that for a collective: Python runs no handler until it is over.
-            TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).wait(["never"], timedelta(seconds=600))
+            TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).wait(
+                ["never"], timedelta(seconds=600)
+            )
 
 
 def main() -> None:
-    config = dl.RunnerConfig({"seed": 3, "optim": {"type": "adamw", "lr": 0.01}, "tensorboard": True, "dir": "run"})
+    config = dl.RunnerConfig(
+        {"seed": 3, "optim": {"type": "adamw", "lr": 0.01}, "tensorboard": True, "dir": "run"}
+    )
     config.update({"dataloader": {"batch_size": 4}, "log_interval": 1, "auto_resume": True})
     config.parse()
     with Job(config) as runner:
         runner.train()
         weights = [p.detach().clone() for p in runner.unwrapped_model.parameters()]
-        kept = {"weights": weights, "results": runner.results, "step": runner.state.train.global_step}
+        kept = {
+            "weights": weights,
+            "results": runner.results,
+            "step": runner.state.train.global_step,
+        }
         torch.save(kept, f"end-{RANK}.pt")
 
 

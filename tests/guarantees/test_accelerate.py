@@ -19,7 +19,13 @@ pytest.importorskip("accelerate")
 
 def settings(root: str, stack: str, **changes: Any) -> dict[str, Any]:
     schedule = {"type": "cosine", "total_steps": 40, "warmup_steps": 4}
-    more = {"stack": stack, "epochs": 2, "accum_steps": 3, "scheduler": schedule, "max_grad_norm": 1.0}
+    more = {
+        "stack": stack,
+        "epochs": 2,
+        "accum_steps": 3,
+        "scheduler": schedule,
+        "max_grad_norm": 1.0,
+    }
     return whole_settings("unused", **{**more, "dir": root, "log": False, **changes})
 
 
@@ -42,14 +48,22 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     with Toy(config) as runner:
         runner.train()
         assert type(runner).stack == config["stack"]
-        return {"trace": runner.trace, "ids": runner.ids, "results": dict(runner.results), "state": whole_state(runner)}
+        return {
+            "trace": runner.trace,
+            "ids": runner.ids,
+            "results": dict(runner.results),
+            "state": whole_state(runner),
+        }
 
 
 RUNS: dict[str, dict[str, Any]] = {
     "float16": {"precision": "fp16"},
     "a criterion with parameters": {"scaled": True},
     "a layer that freezes": {"freezes": True},
-    "as much as fits": {"accum_steps": 1, "dataloader": {"global_batch_size": 7, "micro_batch_size": "auto"}},
+    "as much as fits": {
+        "accum_steps": 1,
+        "dataloader": {"global_batch_size": 7, "micro_batch_size": "auto"},
+    },
 }
 
 
@@ -57,7 +71,10 @@ def each_on_both(root: str) -> dict[str, list[str]]:
     """Train on both stacks, one runner after the other in one process."""
     return {
         name: differences(
-            *(train(settings(f"{root}/{index}-{stack}", stack, **run)) for stack in ("ddp", "accelerate"))
+            *(
+                train(settings(f"{root}/{index}-{stack}", stack, **run))
+                for stack in ("ddp", "accelerate")
+            )
         )
         for index, (name, run) in enumerate(RUNS.items())
     }

@@ -32,7 +32,9 @@ class Noisy(Dataset[dict[str, Any]]):
         draw = torch.Generator().manual_seed(7)
         self.tokens = tokens
         self.rows = (
-            torch.randint(0, 29, (length, 12), generator=draw) if tokens else torch.randn(length, 10, generator=draw)
+            torch.randint(0, 29, (length, 12), generator=draw)
+            if tokens
+            else torch.randn(length, 10, generator=draw)
         )
 
     def __len__(self) -> int:
@@ -107,14 +109,23 @@ def train(config: dict[str, Any], kill_at: int | None = None, threads: int = 1) 
         for tensor in (*weights, *moments, *averages):
             found.update(tensor.contiguous().numpy().tobytes())
         results = {
-            step: {split: figures["loss"] for split, figures in of.items()} for step, of in runner.results.items()
+            step: {split: figures["loss"] for split, figures in of.items()}
+            for step, of in runner.results.items()
         }
-        return {"hash": found.hexdigest(), "losses": runner.losses, "results": results, "weights": weights}
+        return {
+            "hash": found.hexdigest(),
+            "losses": runner.losses,
+            "results": results,
+            "weights": weights,
+        }
 
 
 def outcome_of(ranks: list[dict[str, Any]]) -> tuple[str, dict[int, Any]]:
     """Return what a run ended in, after a look at whether all its ranks agree."""
-    assert all(rank["hash"] == ranks[0]["hash"] and rank["results"] == ranks[0]["results"] for rank in ranks)
+    assert all(
+        rank["hash"] == ranks[0]["hash"] and rank["results"] == ranks[0]["results"]
+        for rank in ranks
+    )
     return ranks[0]["hash"], ranks[0]["results"]
 
 
@@ -128,25 +139,49 @@ slow = pytest.mark.slow
     ("model", "precision", "sizes"),
     [
         ("mlp", None, [(2, {}), (3, {}), (2, FSDP)]),
-        pytest.param("mlp", None, [(4, {}), (5, {}), (8, {}), (2, REPLICATE), (1, FSDP), (4, FSDP)], marks=slow),
-        pytest.param("mlp", "bf16", [(2, {}), (3, {}), (4, {}), (5, {}), (8, {}), (2, FSDP), (4, FSDP)], marks=slow),
         pytest.param(
-            "gpt", None, [(2, {}), (3, {}), (4, {}), (5, {}), (8, {}), (1, FSDP), (2, FSDP), (4, FSDP)], marks=slow
+            "mlp",
+            None,
+            [(4, {}), (5, {}), (8, {}), (2, REPLICATE), (1, FSDP), (4, FSDP)],
+            marks=slow,
+        ),
+        pytest.param(
+            "mlp",
+            "bf16",
+            [(2, {}), (3, {}), (4, {}), (5, {}), (8, {}), (2, FSDP), (4, FSDP)],
+            marks=slow,
+        ),
+        pytest.param(
+            "gpt",
+            None,
+            [(2, {}), (3, {}), (4, {}), (5, {}), (8, {}), (1, FSDP), (2, FSDP), (4, FSDP)],
+            marks=slow,
         ),
         pytest.param("mlp", "fp16", [(2, {}), (3, {}), (2, FSDP)], marks=slow),
-        pytest.param("gpt", "bf16", [(2, {}), (3, {}), (4, {}), (5, {}), (8, {}), (2, FSDP), (4, FSDP)], marks=slow),
+        pytest.param(
+            "gpt",
+            "bf16",
+            [(2, {}), (3, {}), (4, {}), (5, {}), (8, {}), (2, FSDP), (4, FSDP)],
+            marks=slow,
+        ),
     ],
 )
-def test_one_hash(model: str, precision: str | None, sizes: list[tuple[int, dict[str, Any]]], tmp_path: Path) -> None:
+def test_one_hash(
+    model: str, precision: str | None, sizes: list[tuple[int, dict[str, Any]]], tmp_path: Path
+) -> None:
     """Five processes are more than the micro-batches of an update, eight more than those of the first ones too."""
     more = {"precision": precision}
-    expected = outcome_of(run_processes(train, settings(tmp_path / "1", model, **more), world_size=1))
+    expected = outcome_of(
+        run_processes(train, settings(tmp_path / "1", model, **more), world_size=1)
+    )
     for number, (world_size, stack) in enumerate(sizes):
         config = settings(tmp_path / f"{number}", model, **more, **stack)
         assert outcome_of(run_processes(train, config, world_size=world_size)) == expected
     fast = {**more, "gradient_sum": "fast"}
     hashes = [
-        outcome_of(run_processes(train, settings(tmp_path / f"fast{size}", model, **fast), world_size=size))[0]
+        outcome_of(
+            run_processes(train, settings(tmp_path / f"fast{size}", model, **fast), world_size=size)
+        )[0]
         for size in (1, 2)
     ]
     assert len({expected[0], *hashes}) == 3
@@ -156,12 +191,16 @@ def test_one_hash(model: str, precision: str | None, sizes: list[tuple[int, dict
     "sizes",
     [
         [(2, {}), (3, FSDP)],
-        pytest.param([(3, {}), (5, {}), (2, REPLICATE), (1, FSDP), (2, FSDP), (4, FSDP)], marks=slow),
+        pytest.param(
+            [(3, {}), (5, {}), (2, REPLICATE), (1, FSDP), (2, FSDP), (4, FSDP)], marks=slow
+        ),
     ],
 )
 def test_one_hash_of_muon(sizes: list[tuple[int, dict[str, Any]]], tmp_path: Path) -> None:
     """The sides of its matrices (24, 72, 96) are divided by three ranks, and not all by five."""
-    expected = outcome_of(run_processes(train, settings(tmp_path / "1", "gpt", **MUON), world_size=1))
+    expected = outcome_of(
+        run_processes(train, settings(tmp_path / "1", "gpt", **MUON), world_size=1)
+    )
     for number, (world_size, stack) in enumerate(sizes):
         config = settings(tmp_path / f"{number}", "gpt", **MUON, **stack)
         assert outcome_of(run_processes(train, config, world_size=world_size)) == expected
@@ -170,7 +209,15 @@ def test_one_hash_of_muon(sizes: list[tuple[int, dict[str, Any]]], tmp_path: Pat
 def steps(root: Path, **more: Any) -> dict[str, Any]:
     """Return settings of a run of nine updates, each of which is saved."""
     schedule = {"type": "cosine", "warmup_steps": 3}
-    return settings(root, epochs=None, steps=9, evaluate_interval=3, auto_resume=True, scheduler=schedule, **more)
+    return settings(
+        root,
+        epochs=None,
+        steps=9,
+        evaluate_interval=3,
+        auto_resume=True,
+        scheduler=schedule,
+        **more,
+    )
 
 
 def audit(config: dict[str, Any]) -> tuple[bool, list[str]]:
@@ -208,7 +255,9 @@ def test_two_three_and_one_process_with_kills(stack: dict[str, Any], tmp_path: P
     if stack == program:
         two = run_processes(train, steps(tmp_path / "two", **program), world_size=2)
         assert two[0]["hash"] == expected["hash"]
-        assert run_processes(audit, steps(tmp_path / "two", **program), world_size=1) == [(True, [])]
+        assert run_processes(audit, steps(tmp_path / "two", **program), world_size=1) == [
+            (True, [])
+        ]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +267,10 @@ def test_two_three_and_one_process_with_kills(stack: dict[str, Any], tmp_path: P
         ({"stack": "accelerate"}, "stack='accelerate'"),
         ({"ft": {"enabled": True}}, "ft.enabled=True"),
         ({"stack": "parallel", "parallel": {"axes": {"tensor": 2}}}, "parallel.axes.tensor=2"),
-        ({"stack": "parallel", "parallel": {"axes": {"replicate": 2, "shard": 2}}}, "parallel.axes.shard=2"),
+        (
+            {"stack": "parallel", "parallel": {"axes": {"replicate": 2, "shard": 2}}},
+            "parallel.axes.shard=2",
+        ),
         ({**FSDP, "fsdp": {"mp_policy": {"param_dtype": "bf16"}}}, "fsdp.mp_policy"),
         ({"optim": {"type": "adamw", "fused": True}}, "optim.fused=True"),
     ],
@@ -237,7 +289,9 @@ def test_settings_without_one_order_are_refused(more: dict[str, Any], received: 
         ({"global_batch_size": 16, "micro_batch_size": "auto"}, "micro_batch_size='auto'"),
     ],
 )
-def test_updates_of_no_given_size_are_refused(loading: dict[str, Any], received: str, tmp_path: Path) -> None:
+def test_updates_of_no_given_size_are_refused(
+    loading: dict[str, Any], received: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=f"gradient_sum='canonical', which adds .*{received}"):
         AnySize(settings(tmp_path, dataloader=loading))
     assert list(tmp_path.iterdir()) == []
@@ -270,7 +324,9 @@ class Unfit(AnySize):
             self.model[1] = nn.BatchNorm1d(23)
         elif part == "phases":
             layers = {"first": self.model[0], "last": self.model[4]}
-            self.optimizer = {name: torch.optim.SGD(layer.parameters(), lr=0.1) for name, layer in layers.items()}
+            self.optimizer = {
+                name: torch.optim.SGD(layer.parameters(), lr=0.1) for name, layer in layers.items()
+            }
         elif part == "fused":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
 
@@ -297,7 +353,10 @@ def test_parts_without_one_order_are_refused(part: str, received: str, tmp_path:
 
 
 def test_a_loop_by_hand_is_refused(tmp_path: Path) -> None:
-    with AnySize(settings(tmp_path)) as runner, pytest.raises(ValueError, match="no order over ranks"):
+    with (
+        AnySize(settings(tmp_path)) as runner,
+        pytest.raises(ValueError, match="no order over ranks"),
+    ):
         runner.train_step({"input": torch.randn(4, 10), "target": torch.randint(0, 5, (4,))})
 
 
@@ -324,7 +383,9 @@ def train_partly(config: dict[str, Any]) -> Any:
     with PartlyUsed(config) as runner:
         runner.train()
         state = [runner.optimizer.state[p] for p in runner.model.parameters()]
-        return [whole(p.detach()).clone() for p in runner.model.parameters()], [len(each) for each in state]
+        return [whole(p.detach()).clone() for p in runner.model.parameters()], [
+            len(each) for each in state
+        ]
 
 
 def test_parameters_without_a_gradient_count_as_zeros(tmp_path: Path) -> None:
@@ -335,14 +396,20 @@ def test_parameters_without_a_gradient_count_as_zeros(tmp_path: Path) -> None:
         for number, (size, stack) in enumerate(runs)
     )
     for other in others:
-        assert all(torch.equal(a, b) and torch.equal(a.signbit(), b.signbit()) for a, b in zip(one[0], other[0]))
+        assert all(
+            torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
+            for a, b in zip(one[0], other[0])
+        )
         assert other[1] == one[1]
     assert one[1][-1] == 0, "what never has a gradient is not stepped"
 
 
 def test_block_of_fsdp_unused_in_a_micro_batch_is_refused(tmp_path: Path) -> None:
     config = settings(tmp_path, **FSDP, fsdp={"blocks": ["Linear"]})
-    with pytest.raises(ValueError, match=r"Received: no gradient for (second|never)\.weight, .* which are one block"):
+    with pytest.raises(
+        ValueError,
+        match=r"Received: no gradient for (second|never)\.weight, .* which are one block",
+    ):
         run_processes(train_partly, config, world_size=2)
 
 
@@ -362,10 +429,16 @@ class Declared(Running):
     saved = ("mean",)
 
 
-def test_attributes_changed_by_a_micro_batch_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_attributes_changed_by_a_micro_batch_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Running(settings(tmp_path, epochs=1)) as runner:
         runner.train()
-    (said,) = [r.getMessage() for r in caplog.records if "depends on the number of processes" in r.getMessage()]
+    (said,) = [
+        r.getMessage()
+        for r in caplog.records
+        if "depends on the number of processes" in r.getMessage()
+    ]
     assert said.startswith("self.mean, self.model.seen changed within the first update")
 
 
@@ -375,7 +448,9 @@ def test_saved_attributes_changed_by_a_micro_batch_are_refused(tmp_path: Path) -
         runner.train()
 
 
-def test_attributes_changed_by_step_are_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_attributes_changed_by_step_are_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with AnySize(settings(tmp_path, epochs=1)) as runner:
         runner.train()
     assert not [r for r in caplog.records if "within the first update" in r.getMessage()]

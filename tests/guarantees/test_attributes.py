@@ -38,7 +38,13 @@ class Curriculum:
     """A plain object, which also names a function and has another object."""
 
     def __init__(self) -> None:
-        self.level, self.seen, self.weights, self.metric, self.window = 0, [0.5], torch.zeros(2), len, Window()
+        self.level, self.seen, self.weights, self.metric, self.window = (
+            0,
+            [0.5],
+            torch.zeros(2),
+            len,
+            Window(),
+        )
         self.once = [1]
 
 
@@ -109,7 +115,10 @@ class Slots:
         self.colour = Colour.BLUE
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Slots) and (self.total, self.__secret) == (other.total, other.__secret)
+        return isinstance(other, Slots) and (self.total, self.__secret) == (
+            other.total,
+            other.__secret,
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -180,7 +189,11 @@ def _second(runner: Keeping) -> dict[str, Any]:
     torch.manual_seed(5)
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    return {"module": module, "optimizer": optimizer, "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)}
+    return {
+        "module": module,
+        "optimizer": optimizer,
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    }
 
 
 def _follow(runner: Keeping, value: nn.Module, step: int) -> nn.Module:
@@ -224,7 +237,10 @@ CASES: dict[str, tuple[Make, Change]] = {
     "scalar": (lambda r: numpy.float32(0), lambda r, v, n: numpy.float32(v + n / 3)),
     "items": (lambda r: [], _call("append", lambda n: n)),
     "tensors": (lambda r: [], _call("append", lambda n: torch.ones(2) * n)),
-    "nested": (lambda r: {"a": [1, (2, {3})]}, lambda r, v, n: {"a": [n, (n, {n, 3})], "b": {n: torch.ones(1) * n}}),
+    "nested": (
+        lambda r: {"a": [1, (2, {3})]},
+        lambda r, v, n: {"a": [n, (n, {n, 3})], "b": {n: torch.ones(1) * n}},
+    ),
     "pair": (lambda r: (0, 0.5), lambda r, v, n: (v[0] + 1, v[1] * 2)),
     "named_pair": (lambda r: Pair(0, 0.5), lambda r, v, n: Pair(v.first + 1, v.second * 2)),
     "unique": (lambda r: set(), _call("add", lambda n: n)),
@@ -247,15 +263,24 @@ CASES: dict[str, tuple[Make, Change]] = {
     "scaler": (lambda r: torch.amp.GradScaler("cpu", init_scale=8.0), _scale),
     "torch_metric": (_metric, lambda r, v, n: v.update(torch.tensor(n * 1.0)) or v),
     "second": (_second, _train_second),
-    "teachers": (lambda r: {"of": copy.deepcopy(_second(r)["module"])}, lambda r, v, n: {"of": _follow(r, v["of"], n)}),
-    "frozen_teacher": (lambda r: copy.deepcopy(_second(r)["module"]).requires_grad_(False), _follow),
+    "teachers": (
+        lambda r: {"of": copy.deepcopy(_second(r)["module"])},
+        lambda r, v, n: {"of": _follow(r, v["of"], n)},
+    ),
+    "frozen_teacher": (
+        lambda r: copy.deepcopy(_second(r)["module"]).requires_grad_(False),
+        _follow,
+    ),
     "averages": (lambda r: AveragedModel(r.source_of_averages), _averaged),
     "by_parameter": (
         lambda r: {},
         lambda r, v, n: {p: v.get(p, 0.0) + n / 2 for p in r.unwrapped_model.parameters()},
     ),
     "by_module": (lambda r: {}, lambda r, v, n: v.update({r.unwrapped_model[0]: n}) or v),
-    "by_number_of_numpy": (lambda r: {}, lambda r, v, n: v.update({numpy.int64(n): n, numpy.float32(n / 3): 1}) or v),
+    "by_number_of_numpy": (
+        lambda r: {},
+        lambda r, v, n: v.update({numpy.int64(n): n, numpy.float32(n / 3): 1}) or v,
+    ),
     "by_member": (lambda r: {}, lambda r, v, n: v.update({Colour.BLUE: torch.ones(1) * n}) or v),
     "by_bits": (lambda r: {}, lambda r, v, n: v.update({bytes([n, 255]): n}) or v),
     "by_pairs": (
@@ -284,7 +309,9 @@ class Keeping(dl.Runner):
     saved = ("frozen_teacher",)
     not_saved = ("dies_at",)
 
-    def __init__(self, config: Mapping[str, Any], *, constant: int = 1, dies_at: int | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], *, constant: int = 1, dies_at: int | None = None
+    ) -> None:
         super().__init__(config)
         self.dies_at = dies_at
         torch.manual_seed(1)
@@ -324,13 +351,19 @@ class Keeping(dl.Runner):
         self.api_token += "t"
         self.out_dir += "/x"
         pred = self.model(data[0])
-        loss = self.criterion(pred, data[1]) * (1 + 0.01 * self.number + 0.001 * float(self.queue.sum()))
+        loss = self.criterion(pred, data[1]) * (
+            1 + 0.01 * self.number + 0.001 * float(self.queue.sum())
+        )
         self.backward(loss)
         return pred, loss
 
 
 def _key(key: Any) -> Any:
-    return type(key).__name__ if isinstance(key, (Tensor, nn.Module)) else (type(key).__name__, repr(key))
+    return (
+        type(key).__name__
+        if isinstance(key, (Tensor, nn.Module))
+        else (type(key).__name__, repr(key))
+    )
 
 
 def described(value: Any) -> Any:
@@ -357,7 +390,11 @@ def described(value: Any) -> Any:
     if isinstance(value, Mapping):
         return type(value).__name__, [(_key(key), described(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple, deque)):
-        return type(value).__name__, getattr(value, "maxlen", None), [described(item) for item in value]
+        return (
+            type(value).__name__,
+            getattr(value, "maxlen", None),
+            [described(item) for item in value],
+        )
     if isinstance(value, (set, frozenset)):
         return type(value).__name__, sorted(map(_key, value), key=repr)
     return described(vars(value)) if hasattr(value, "__dict__") and not callable(value) else value
@@ -380,7 +417,9 @@ def settings(stack: str, root: str, **more: Any) -> dict[str, Any]:
     return {**base, **of_stack[stack], **more}
 
 
-def keep(stack: str, root: str, more: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def keep(
+    stack: str, root: str, more: Mapping[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     """Train, and return what became of the attributes, of weights, of `requires_grad` and of buffers."""
     with Keeping(settings(stack, root, **(more or {})), **options) as runner:
         runner.train()
@@ -389,7 +428,11 @@ def keep(stack: str, root: str, more: Mapping[str, Any] | None = None, **options
         found["weights"] = described(dict(model.named_parameters()))
         found["requires_grad"] = [parameter.requires_grad for parameter in model.parameters()]
         found["buffers"] = described(dict(model.named_buffers()))
-        found["deleted"] = [hasattr(runner, "first_batch"), hasattr(runner.curriculum, "once"), *model[0]._buffers]
+        found["deleted"] = [
+            hasattr(runner, "first_batch"),
+            hasattr(runner.curriculum, "once"),
+            *model[0]._buffers,
+        ]
         found["ties"] = [
             runner.tied["items"] is runner.items,
             runner.tied["weight"] is model[1].weight or stack != "ddp",
@@ -398,7 +441,13 @@ def keep(stack: str, root: str, more: Mapping[str, Any] | None = None, **options
         return found
 
 
-LAYOUTS = {"ddp-1": ("ddp", 1), "ddp-2": ("ddp", 2), "fsdp-2": ("fsdp", 2), "dcp-2": ("dcp", 2), "zero-2": ("zero", 2)}
+LAYOUTS = {
+    "ddp-1": ("ddp", 1),
+    "ddp-2": ("ddp", 2),
+    "fsdp-2": ("fsdp", 2),
+    "dcp-2": ("dcp", 2),
+    "zero-2": ("zero", 2),
+}
 WHAT = [*CASES, "weights", "requires_grad", "buffers", "ties", "deleted"]
 
 pytestmark = pytest.mark.timeout(300)
@@ -410,7 +459,9 @@ def _both(stack: str, root: str) -> dict[str, Any]:
     return whole
 
 
-def _rest(stack: str, root: str, more: dict[str, Any] | None = None, constant: int = 1) -> dict[str, Any]:
+def _rest(
+    stack: str, root: str, more: dict[str, Any] | None = None, constant: int = 1
+) -> dict[str, Any]:
     return keep(stack, f"{root}/parts", {"auto_resume": True, **(more or {})}, constant=constant)
 
 
@@ -424,23 +475,31 @@ def _rest(stack: str, root: str, more: dict[str, Any] | None = None, constant: i
         pytest.param("zero-2", marks=[pytest.mark.slow, needs_deepspeed]),
     ],
 )
-def test_resumed_run_has_the_attributes_of_the_uninterrupted_one(layout: str, tmp_path: Path) -> None:
+def test_resumed_run_has_the_attributes_of_the_uninterrupted_one(
+    layout: str, tmp_path: Path
+) -> None:
     """Secrets, places and constants are those that the program sets anew."""
     stack, world_size = LAYOUTS[layout]
     ranks = run_processes(_both, stack, str(tmp_path), world_size=world_size, timeout=120)
-    resumed = run_processes(_rest, stack, str(tmp_path), constant=2, world_size=world_size, timeout=120)
+    resumed = run_processes(
+        _rest, stack, str(tmp_path), constant=2, world_size=world_size, timeout=120
+    )
     for whole, parts in zip(ranks, resumed, strict=True):
         assert [what for what in WHAT if parts[what] != whole[what]] == []
         assert whole["requires_grad"] == [True] * 4 and whole["ties"] == [True, True]
         assert whole["deleted"] == [False, False, "mean", "first"]
         # Three epochs in one process, one in the other; a constant that the script sets anew stays new.
         tokens = [found["left out"][0].count("t") for found in (whole, parts)]
-        assert tokens[0] - 1 == 3 * (tokens[1] - 1) and whole["left out"][1] == "here" + "/x" * (tokens[0] - 1)
+        assert tokens[0] - 1 == 3 * (tokens[1] - 1) and whole["left out"][1] == "here" + "/x" * (
+            tokens[0] - 1
+        )
         assert (whole["left out"][2], parts["left out"][2]) == (1, 2)
 
 
 def test_a_killed_run_goes_on_with_the_attributes_of_its_last_save(tmp_path: Path) -> None:
-    (killed,) = run_outcomes(keep, "ddp", str(tmp_path / "parts"), dies_at=7, world_size=1, timeout=120)
+    (killed,) = run_outcomes(
+        keep, "ddp", str(tmp_path / "parts"), dies_at=7, world_size=1, timeout=120
+    )
     assert killed.exit_code == -signal.SIGKILL
     whole, parts = keep("ddp", str(tmp_path / "whole")), _rest("ddp", str(tmp_path))
     assert [what for what in WHAT if parts[what] != whole[what]] == []
@@ -456,11 +515,15 @@ def _refused(stack: str, root: str) -> str:
 def test_values_of_each_rank_are_refused_on_another_number_of_ranks(tmp_path: Path) -> None:
     run_processes(keep, "ddp", str(tmp_path / "parts"), {"epochs": 1}, timeout=120)
     (message,) = run_processes(_refused, "ddp", str(tmp_path), world_size=1, timeout=120)
-    assert message.startswith("Expected 2 processes: the checkpoint has a value of self.by_rank for each of them.")
+    assert message.startswith(
+        "Expected 2 processes: the checkpoint has a value of self.by_rank for each of them."
+    )
     assert "'attributes.by_rank' to checkpoint.exclude_from_loading" in message
 
 
-def test_a_resume_with_other_threads_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_with_other_threads_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     threads = torch.get_num_threads()
     keep("ddp", str(tmp_path / "parts"), {"epochs": 1})
     try:
@@ -469,5 +532,9 @@ def test_a_resume_with_other_threads_says_so_once(tmp_path: Path, caplog: pytest
             keep("ddp", str(tmp_path / "parts"), {"epochs": 2, "auto_resume": True})
     finally:
         torch.set_num_threads(threads)
-    (said,) = [record.getMessage() for record in caplog.records if "no longer bitwise" in record.getMessage()]
+    (said,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "no longer bitwise" in record.getMessage()
+    ]
     assert said.endswith(f"threads {threads}, now {threads + 1}.")

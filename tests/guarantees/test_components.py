@@ -106,8 +106,20 @@ class Components(dl.Runner):
 
 def _train(root: str, stops: list[int], kind: str, more: dict[str, Any]) -> dict[str, Tensor]:
     for steps in stops:
-        config = {"dir": root, "seed": 1, "log": False, "steps": steps, "auto_resume": True, "accum_steps": 2, **more}
-        config |= {"dataloader": {"batch_size": 2}, "optim": {"type": "adam", "lr": 0.05}, "evaluate_interval": 3}
+        config = {
+            "dir": root,
+            "seed": 1,
+            "log": False,
+            "steps": steps,
+            "auto_resume": True,
+            "accum_steps": 2,
+            **more,
+        }
+        config |= {
+            "dataloader": {"batch_size": 2},
+            "optim": {"type": "adam", "lr": 0.05},
+            "evaluate_interval": 3,
+        }
         with Components(config, kind) as runner:
             runner.train()
             found = {
@@ -136,27 +148,43 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         pytest.param("fsdp", "mended", marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_draws_and_counts_as_the_uninterrupted_one(layout: str, kind: str, tmp_path: Path) -> None:
+def test_a_resumed_run_draws_and_counts_as_the_uninterrupted_one(
+    layout: str, kind: str, tmp_path: Path
+) -> None:
     size, more = LAYOUTS[layout]
     ends = [
-        run_processes(_train, str(tmp_path / name), stops, kind, more, world_size=size, timeout=150)[0]
+        run_processes(
+            _train, str(tmp_path / name), stops, kind, more, world_size=size, timeout=150
+        )[0]
         for name, stops in (("whole", [END]), ("parts", [3, END]))
     ]
     assert differences(ends[1], ends[0]) == []
 
 
-def test_noise_of_a_module_differs_from_batch_to_batch_and_from_stream_to_stream(tmp_path: Path) -> None:
+def test_noise_of_a_module_differs_from_batch_to_batch_and_from_stream_to_stream(
+    tmp_path: Path,
+) -> None:
     drawn: list[tuple[float, ...]] = []
 
     class Draws(Components):
         def train_step(self, data: Any) -> Any:
             noise: Any = self.unwrapped_model[0]
             drawn.append(
-                (torch.rand(1, generator=noise.generator).item(), noise.others[0].random(), noise.others[1].random())
+                (
+                    torch.rand(1, generator=noise.generator).item(),
+                    noise.others[0].random(),
+                    noise.others[1].random(),
+                )
             )
             return super().train_step(data)
 
-    config = {"dir": str(tmp_path), "seed": 1, "log": False, "steps": 3, "dataloader": {"batch_size": 4}}
+    config = {
+        "dir": str(tmp_path),
+        "seed": 1,
+        "log": False,
+        "steps": 3,
+        "dataloader": {"batch_size": 4},
+    }
     with Draws({**config, "optim": {"type": "sgd", "lr": 0.1}}, "generators") as runner:
         runner.train()
     assert len({number for numbers in drawn for number in numbers}) == 9
@@ -179,10 +207,25 @@ with Components({{"seed": 1, "steps": 400, "optim": {{"type": "sgd", "lr": 0.05}
 def test_doctor_finds_unsaved_state_of_a_component(kind: str, state: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        SCRIPT.format(path=[str(Path(__file__).parents[1]), str(Path(dl.__file__).parents[1])], kind=kind)
+        SCRIPT.format(
+            path=[str(Path(__file__).parents[1]), str(Path(dl.__file__).parents[1])], kind=kind
+        )
     )
-    done = danling("doctor", "--json", "--script", "--updates", "3", "--", sys.executable, str(script), timeout=280)
+    done = danling(
+        "doctor",
+        "--json",
+        "--script",
+        "--updates",
+        "3",
+        "--",
+        sys.executable,
+        str(script),
+        timeout=280,
+    )
     checks = json.loads(done.stdout)["checks"]
     assert checks[-1]["state"] == state, done.stdout + done.stderr
     if state == "failed":
-        assert checks[-1]["name"] == "resumes after SIGTERM" and "get_extra_state" in checks[-1]["detail"]
+        assert (
+            checks[-1]["name"] == "resumes after SIGTERM"
+            and "get_extra_state" in checks[-1]["detail"]
+        )

@@ -29,7 +29,10 @@ def close(first: Any, second: Any, *, atol: float = 1e-6) -> None:
 def test_every_stage_trains_as_torch_does(tmp_path: Path) -> None:
     changes: dict[str, Any] = {**UNSAVED, "ema": {"enabled": True, "decay": 0.9}}
     cases = [(settings(tmp_path / "ddp", "ddp", **changes), {})]
-    cases += [(settings(tmp_path / str(stage), deepspeed=zero(stage), **changes), {}) for stage in range(4)]
+    cases += [
+        (settings(tmp_path / str(stage), deepspeed=zero(stage), **changes), {})
+        for stage in range(4)
+    ]
     for ranks in run_processes(train_each, cases, world_size=2, timeout=240):
         reference = ranks[0]
         assert len(reference["trace"]) >= 5
@@ -46,11 +49,18 @@ def test_every_stage_trains_as_torch_does(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_bfloat16_and_offload(tmp_path: Path) -> None:
     offloaded = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
-    cases = [(settings(tmp_path / "ddp", "ddp", precision="bf16"), {}), (settings(tmp_path / "plain", "ddp"), {})]
-    cases += [(settings(tmp_path / f"a{s}", precision="bf16", deepspeed=zero(s)), {}) for s in (0, 1, 3)]
+    cases = [
+        (settings(tmp_path / "ddp", "ddp", precision="bf16"), {}),
+        (settings(tmp_path / "plain", "ddp"), {}),
+    ]
+    cases += [
+        (settings(tmp_path / f"a{s}", precision="bf16", deepspeed=zero(s)), {}) for s in (0, 1, 3)
+    ]
     weights = [{"bf16": {"enabled": True}, **zero(stage)} for stage in (1, 2, 3)]
     bare = {"norm": False}
-    cases += [(settings(tmp_path / f"w{i}", deepspeed=section), bare) for i, section in enumerate(weights)]
+    cases += [
+        (settings(tmp_path / f"w{i}", deepspeed=section), bare) for i, section in enumerate(weights)
+    ]
     cases += [(settings(tmp_path / f"o{s}", deepspeed=zero(s, **offloaded)), {}) for s in (1, 2, 3)]
     cases.append((settings(tmp_path / "bare", "ddp", precision="bf16"), bare))
     cases = [({**config, **UNSAVED, "epochs": 1}, options) for config, options in cases]
@@ -68,7 +78,8 @@ def test_bfloat16_and_offload(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 # By stage: within the first pass, and where the parameters are divided within the second one.
 @pytest.mark.parametrize(
-    "stops", [{1: (1,), 3: (4,)}, pytest.param({1: (1, 2, 4), 3: (1, 2, 4)}, marks=pytest.mark.slow)]
+    "stops",
+    [{1: (1,), 3: (4,)}, pytest.param({1: (1, 2, 4), 3: (1, 2, 4)}, marks=pytest.mark.slow)],
 )
 def test_stopped_and_resumed(stops: dict[int, tuple[int, ...]], tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = []

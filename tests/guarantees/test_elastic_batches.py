@@ -30,7 +30,9 @@ SAMPLES = 50
 
 class Numbered(Dataset[dict[str, Any]]):
     def __init__(self, length: int) -> None:
-        self.points = torch.randn(length, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+        self.points = torch.randn(
+            length, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+        )
 
     def __len__(self) -> int:
         return len(self.points)
@@ -47,7 +49,9 @@ class Elastic(dl.Runner):
     def __init__(self, config: dict[str, Any], *, kill_at: int | None = None) -> None:
         super().__init__(config)
         self.kill_at = kill_at
-        self.model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 3)).double()
+        self.model = nn.Sequential(
+            nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 3)
+        ).double()
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": Numbered(SAMPLES), "val": Numbered(7)}
 
@@ -57,7 +61,9 @@ class Elastic(dl.Runner):
         return super().train_step((data["input"], data["target"]))
 
     def note(self, step: int, ids: list[int]) -> None:
-        with open(Path(self.config.workspace_root) / f"{self.world_size}-{self.rank}.ids", "a") as file:
+        with open(
+            Path(self.config.workspace_root) / f"{self.world_size}-{self.rank}.ids", "a"
+        ) as file:
             print(json.dumps([step, ids]), file=file)
 
     def evaluate_step(self, data: dict[str, Any]) -> tuple[Any, Tensor | None]:
@@ -72,8 +78,18 @@ class Elastic(dl.Runner):
 
 def settings(root: Path, loader: dict[str, Any], **more: Any) -> dict[str, Any]:
     root.mkdir(exist_ok=True)
-    base = {"steps": 14, "seed": 4, "accum_steps": 1, "ema": {}, "auto_resume": True, "max_grad_norm": 1.0}
-    base |= {"checkpoint": {"interval": 1, "async_enabled": False}, "dataloader": {"drop_last": False, **loader}}
+    base = {
+        "steps": 14,
+        "seed": 4,
+        "accum_steps": 1,
+        "ema": {},
+        "auto_resume": True,
+        "max_grad_norm": 1.0,
+    }
+    base |= {
+        "checkpoint": {"interval": 1, "async_enabled": False},
+        "dataloader": {"drop_last": False, **loader},
+    }
     return whole_settings(root, **{**base, **more})
 
 
@@ -85,7 +101,9 @@ def train(config: dict[str, Any], kill_at: int | None = None) -> dict[str, Any]:
             "begun": begun,
             "steps": runner.state.train.global_step,
             "samples": runner.state.train.samples,
-            "weights": torch.cat([parameter.detach().flatten() for parameter in runner.unwrapped_model.parameters()]),
+            "weights": torch.cat(
+                [parameter.detach().flatten() for parameter in runner.unwrapped_model.parameters()]
+            ),
             "figures": runner.latest_result,
         }
 
@@ -102,9 +120,26 @@ def updates_at(root: Path, world_size: int) -> dict[int, list[int]]:
 
 def test_two_one_three_four_processes_with_kills(tmp_path: Path) -> None:
     sizes = {"global_batch_size": 12, "micro_batch_size": 2}
-    (whole,) = run_processes(train, settings(tmp_path / "whole", {"global_batch_size": 12}), world_size=1)
+    (whole,) = run_processes(
+        train, settings(tmp_path / "whole", {"global_batch_size": 12}), world_size=1
+    )
     expected = updates_at(tmp_path / "whole", 1)
-    assert [len(update) for update in expected.values()] == [12, 12, 12, 12, 2, 12, 12, 12, 12, 2, 12, 12, 12, 12]
+    assert [len(update) for update in expected.values()] == [
+        12,
+        12,
+        12,
+        12,
+        2,
+        12,
+        12,
+        12,
+        12,
+        2,
+        12,
+        12,
+        12,
+        12,
+    ]
     config = settings(tmp_path / "parts", sizes)
     begun = 0
     for world_size, kill_at in ((2, 3), (1, 7), (3, 10)):
@@ -118,23 +153,37 @@ def test_two_one_three_four_processes_with_kills(tmp_path: Path) -> None:
     for rank in ended:
         assert (rank["begun"], rank["steps"], rank["samples"]) == (10, 14, whole["samples"])
         assert (rank["weights"] - whole["weights"]).abs().max().item() < TOLERANCE
-        assert rank["figures"]["val"]["loss"] == pytest.approx(whole["figures"]["val"]["loss"], abs=TOLERANCE)
+        assert rank["figures"]["val"]["loss"] == pytest.approx(
+            whole["figures"]["val"]["loss"], abs=TOLERANCE
+        )
     assert len(list((tmp_path / "parts").rglob("latest.pth"))) == 1, "one directory for all of them"
 
 
 def test_batches_of_ranks_go_on_while_their_product_is_the_same(tmp_path: Path) -> None:
     """Two processes of six samples, one of twelve, three of two in two micro-batches: one directory, the same updates."""
-    (whole,) = run_processes(train, settings(tmp_path / "whole", {"batch_size": 12, "keyed": "sample"}), world_size=1)
+    (whole,) = run_processes(
+        train, settings(tmp_path / "whole", {"batch_size": 12, "keyed": "sample"}), world_size=1
+    )
     expected = updates_at(tmp_path / "whole", 1)
     begun = 0
     for world_size, batch_size, accum_steps, steps in ((2, 6, 1, 3), (1, 12, 1, 7), (3, 2, 2, 14)):
         config = settings(
-            tmp_path / "parts", {"batch_size": batch_size, "keyed": "sample"}, accum_steps=accum_steps, steps=steps
+            tmp_path / "parts",
+            {"batch_size": batch_size, "keyed": "sample"},
+            accum_steps=accum_steps,
+            steps=steps,
         )
-        ended = run_processes(train, {**config, "scheduler": {"type": "constant"}}, world_size=world_size)
-        assert updates_at(tmp_path / "parts", world_size) == {step: expected[step] for step in range(begun, steps)}
+        ended = run_processes(
+            train, {**config, "scheduler": {"type": "constant"}}, world_size=world_size
+        )
+        assert updates_at(tmp_path / "parts", world_size) == {
+            step: expected[step] for step in range(begun, steps)
+        }
         begun = steps
-    constant = {**settings(tmp_path / "flat", {"batch_size": 12, "keyed": "sample"}), "scheduler": {"type": "constant"}}
+    constant = {
+        **settings(tmp_path / "flat", {"batch_size": 12, "keyed": "sample"}),
+        "scheduler": {"type": "constant"},
+    }
     (whole,) = run_processes(train, constant, world_size=1)
     assert (ended[0]["weights"] - whole["weights"]).abs().max().item() < TOLERANCE
     assert len(list((tmp_path / "parts").rglob("latest.pth"))) == 1
@@ -151,10 +200,16 @@ def test_another_product_is_refused_with_both(place: str, tmp_path: Path) -> Non
         again |= {"auto_resume": False, "resume": str(latest), "dir": str(tmp_path / "other")}
     with pytest.raises(CheckpointMismatch) as raised:
         run_processes(train, again, world_size=1)
-    assert "stored 12 samples an update (batch_size=6 x accum_steps=1 x 2 ranks)" in str(raised.value)
+    assert "stored 12 samples an update (batch_size=6 x accum_steps=1 x 2 ranks)" in str(
+        raised.value
+    )
     assert "now 6 samples an update (batch_size=6 x accum_steps=1 x 1 rank)" in str(raised.value)
-    assert all(file.read_bytes() == content for file, content in before.items() if file.name != ".lock")
-    assert list(tmp_path.rglob("*.pth")) == [file for file in before if file.suffix == ".pth"], "nothing of a new run"
+    assert all(
+        file.read_bytes() == content for file, content in before.items() if file.name != ".lock"
+    )
+    assert list(tmp_path.rglob("*.pth")) == [file for file in before if file.suffix == ".pth"], (
+        "nothing of a new run"
+    )
 
 
 def test_batch_product_with_other_ends_of_passes_is_refused(tmp_path: Path) -> None:
@@ -163,10 +218,13 @@ def test_batch_product_with_other_ends_of_passes_is_refused(tmp_path: Path) -> N
     run_processes(train, settings(tmp_path, {"batch_size": 12, **whole}, steps=2), world_size=1)
     halved = settings(tmp_path, {"batch_size": 2, **whole}, accum_steps=6)
     with pytest.raises(
-        CheckpointMismatch, match="stored passes of 48 out of 50 samples over split 'train', now of 50 "
+        CheckpointMismatch,
+        match="stored passes of 48 out of 50 samples over split 'train', now of 50 ",
     ):
         run_processes(train, halved, world_size=1)
-    (ended,) = run_processes(train, settings(tmp_path, {"global_batch_size": 12, **whole}), world_size=1)
+    (ended,) = run_processes(
+        train, settings(tmp_path, {"global_batch_size": 12, **whole}), world_size=1
+    )
     assert ended["begun"] == 2
 
 
@@ -176,7 +234,10 @@ SAMPLES_OF_UPDATE = r"at least one update of 51 samples, .* Received: 50 samples
 
 @pytest.mark.parametrize(
     ("loader", "expected"),
-    [({"global_batch_size": 1}, RANKS), ({"global_batch_size": 51, "drop_last": True}, SAMPLES_OF_UPDATE)],
+    [
+        ({"global_batch_size": 1}, RANKS),
+        ({"global_batch_size": 51, "drop_last": True}, SAMPLES_OF_UPDATE),
+    ],
 )
 def test_bad_input_is_one_clear_error_and_nothing_is_written(
     loader: dict[str, Any], expected: str, tmp_path: Path
@@ -198,9 +259,13 @@ def train_named(config: dict[str, Any]) -> dict[str, Tensor]:
 def test_unequal_shares_under_fsdp(tmp_path: Path) -> None:
     """Seven samples over two shards of the weights, two at once: a share of four and one of three."""
     loader = {"global_batch_size": 7, "micro_batch_size": 2}
-    (alone,) = run_processes(train_named, settings(tmp_path / "alone", loader, steps=9), world_size=1)
+    (alone,) = run_processes(
+        train_named, settings(tmp_path / "alone", loader, steps=9), world_size=1
+    )
     mesh = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}
-    for rank in run_processes(train_named, settings(tmp_path / "mesh", loader, steps=9, **mesh), world_size=2):
+    for rank in run_processes(
+        train_named, settings(tmp_path / "mesh", loader, steps=9, **mesh), world_size=2
+    ):
         for name, value in rank.items():
             torch.testing.assert_close(value, alone[name], rtol=0, atol=TOLERANCE)
     assert updates_at(tmp_path / "mesh", 2) == updates_at(tmp_path / "alone", 1)

@@ -75,7 +75,9 @@ def test_a_killed_rank_restarts_the_group_from_its_last_checkpoint(tmp_path: Pat
         script, str(tmp_path / "parts"), flags=FLAGS, environment=environment, nproc_per_node=2
     )
     assert exit_code == 0, output
-    assert "rank 0 of 2 begins at 7" in output and all(f"rank {rank} of 2 ends at 16" in output for rank in range(2))
+    assert "rank 0 of 2 begins at 7" in output and all(
+        f"rank {rank} of 2 ends at 16" in output for rank in range(2)
+    )
     (latest,) = (tmp_path / "parts").rglob("latest.pth")
     elastic = torch.load(latest, weights_only=True)["state"]["elastic"]
     assert (elastic["restart_count"], elastic["attempts"]) == (1, 2)
@@ -116,8 +118,25 @@ def listens(port: int) -> bool:
 def agent(script: Path, root: str, port: int, gate: Gate, steps: int) -> Iterator[Job]:
     """Start the agent of a node of one worker, of a job of one to four nodes that meet on a port."""
     meeting = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=120"
-    flags = ["--nnodes", "1:4", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "elastic"]
-    flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "--rdzv-conf", meeting, *FLAGS]
+    flags = [
+        "--nnodes",
+        "1:4",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        "elastic",
+    ]
+    flags += [
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--local-addr",
+        "127.0.0.1",
+        "--rdzv-conf",
+        meeting,
+        *FLAGS,
+    ]
     command = [sys.executable, "-m", "torch.distributed.run", *flags, str(script), root]
     environment = {**LOOPBACK, **ENVIRONMENT, "GATE": str(gate.path), "STEPS": str(steps)}
     with Job(command, environment=environment) as job:
@@ -130,7 +149,9 @@ def test_nodes_leave_and_join_one_job(tmp_path: Path) -> None:
     """Two agents; one is killed together with its worker, the other goes on alone; a third one joins, and both end the run."""
     script, steps = tmp_path / "train.py", 200
     script.write_text(SCRIPT)
-    exit_code, output = run_python(script, str(tmp_path / "whole"), timeout=240, environment={"STEPS": str(steps)})
+    exit_code, output = run_python(
+        script, str(tmp_path / "whole"), timeout=240, environment={"STEPS": str(steps)}
+    )
     assert exit_code == 0, output
     gate, root, port = Gate(tmp_path / "gate"), str(tmp_path / "parts"), free_port()
     with agent(script, root, port, gate, steps) as first:

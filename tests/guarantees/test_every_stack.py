@@ -39,7 +39,12 @@ class Exercised(AnyStackRunner):
     not_saved: ClassVar[tuple[str, ...]] = ("ids", "moved", "seen")
 
     def __init__(
-        self, config: Mapping[str, Any], *, signalled: int | None = None, dies: bool = False, **options: Any
+        self,
+        config: Mapping[str, Any],
+        *,
+        signalled: int | None = None,
+        dies: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(config, norm=False, **options)
         self.signalled, self.dies = signalled, dies
@@ -51,7 +56,12 @@ class Exercised(AnyStackRunner):
         last = self.rank == self.world_size - 1
         if last and self.dies and self.train_state.global_step == KILLED_IN - 1 and self.ids[-1]:
             os.kill(os.getpid(), signal.SIGKILL)
-        if last and self.signalled is not None and self.train_state.global_step == 2 and not self.ids[-1]:
+        if (
+            last
+            and self.signalled is not None
+            and self.train_state.global_step == 2
+            and not self.ids[-1]
+        ):
             os.kill(os.getpid(), self.signalled)
         self.ids[-1] += data["index"].tolist()
         return super().train_step(data)
@@ -98,12 +108,26 @@ class Watched(Exercised):
 
 def settings(name: str, root: str, **changes: Any) -> dict[str, Any]:
     """Return the configuration of a run with two updates a pass, the second of which is a shorter window with ragged batches."""
-    base: dict[str, Any] = {**STACKS[name].settings, "steps": UPDATES, "accum_steps": 4, "dropout": 0.3, "points": 22}
-    base |= {"max_grad_norm": 0.3, "evaluate_interval": 2, "scheduler": {"type": "cosine", "warmup_steps": 2}}
-    return whole_settings("unused", **{**base, "checkpoint": {"interval": 1}, "dir": root, "log": False, **changes})
+    base: dict[str, Any] = {
+        **STACKS[name].settings,
+        "steps": UPDATES,
+        "accum_steps": 4,
+        "dropout": 0.3,
+        "points": 22,
+    }
+    base |= {
+        "max_grad_norm": 0.3,
+        "evaluate_interval": 2,
+        "scheduler": {"type": "cosine", "warmup_steps": 2},
+    }
+    return whole_settings(
+        "unused", **{**base, "checkpoint": {"interval": 1}, "dir": root, "log": False, **changes}
+    )
 
 
-def train(name: str, root: str, config: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def train(
+    name: str, root: str, config: Mapping[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     code = None
     with Exercised(settings(name, root, **(config or {})), **options) as runner:
         try:
@@ -133,7 +157,13 @@ def die(name: str, root: str) -> None:
 
 def watch(name: str, root: str) -> dict[str, Any]:
     """Train by plain gradient descent, evaluate and predict, and return what one process is to find too."""
-    plain: dict[str, Any] = {**UNSAVED, "optim": {}, "scheduler": {}, "ema": {}, "max_grad_norm": None}
+    plain: dict[str, Any] = {
+        **UNSAVED,
+        "optim": {},
+        "scheduler": {},
+        "ema": {},
+        "max_grad_norm": None,
+    }
     plain |= {"dropout": 0.0, "arithmetic": STACKS[name].dtype}
     with Watched(settings(name, root, **plain)) as runner:
         runner.train()
@@ -161,7 +191,9 @@ def exercise(name: str, root: str) -> dict[str, Any]:
         "signalled": train(name, f"{root}/signalled", signalled=signal.SIGTERM),
         "after the signal": train_again(name, f"{root}/signalled"),
         "after the kill": train_again(name, f"{root}/killed"),
-        "skipped": train(name, f"{root}/skipped", {**UNSAVED, "skip_nonfinite_grad": True}, spoiled=(2, 3)),
+        "skipped": train(
+            name, f"{root}/skipped", {**UNSAVED, "skip_nonfinite_grad": True}, spoiled=(2, 3)
+        ),
         "raised": fail(name, f"{root}/raised"),
     }
 
@@ -172,7 +204,9 @@ def continue_elsewhere(pairs: list[tuple[str, str]], root: str) -> list[dict[str
     ended = []
     for source, target in pairs:
         # The checkpoint of the last stopped run, which was gone on with since.
-        found = Path(root, source, f"stopped-{STOPS[-1]}", "checkpoints").glob(f"ckpt-s{STOPS[-1]:012d}*")
+        found = Path(root, source, f"stopped-{STOPS[-1]}", "checkpoints").glob(
+            f"ckpt-s{STOPS[-1]:012d}*"
+        )
         resume = str(next(path for path in sorted(found) if path.suffix != ".sha256"))
         ended.append(train(target, f"{root}/{source}-{target}", {**unsaved, "resume": resume}))
     return ended
@@ -216,7 +250,9 @@ class Ran:
         near = neighbours(source, target)
         pairs = [(a, b) for a, b in PAIRS if a in here and b in here and neighbours(a, b) == near]
         what = "exchange" if near else "further exchange"
-        ranks = self._once(what, lambda: run_processes(continue_elsewhere, pairs, str(self.root), timeout=300))
+        ranks = self._once(
+            what, lambda: run_processes(continue_elsewhere, pairs, str(self.root), timeout=300)
+        )
         return [rank[pairs.index((source, target))] for rank in ranks]
 
     def _once(self, what: str, make: Callable[[], Any]) -> Any:
@@ -225,7 +261,9 @@ class Ran:
             with open(self.root / f"{what}.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not file.exists():
-                    file.with_suffix(".failed").touch(exist_ok=False)  # a program that fails is run once
+                    file.with_suffix(".failed").touch(
+                        exist_ok=False
+                    )  # a program that fails is run once
                     torch.save(make(), file)
                 self._read[what] = torch.load(file, weights_only=False)
         return self._read[what]
@@ -251,7 +289,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def name(request: pytest.FixtureRequest) -> str:
     stack: str = request.param
     if not STACKS[stack].is_here:
-        pytest.skip(f"{STACKS[stack].package} is not installed: pip install {STACKS[stack].package}")
+        pytest.skip(
+            f"{STACKS[stack].package} is not installed: pip install {STACKS[stack].package}"
+        )
     return stack
 
 
@@ -275,7 +315,10 @@ def test_gradient_of_each_update_equals_one_process(name: str, ran: Ran) -> None
             assert mean / weight == pytest.approx(loss.item(), rel=1e-6)
             for key, parameter in model.named_parameters():
                 made = rank["path"][update][key] - rank["path"][update + 1][key]
-                assert (made - parameter.grad).norm() <= stack.tolerance * parameter.grad.norm(), (update, key)
+                assert (made - parameter.grad).norm() <= stack.tolerance * parameter.grad.norm(), (
+                    update,
+                    key,
+                )
     assert sizes == {16, 6}, "no ragged window"
 
 
@@ -283,10 +326,14 @@ def test_every_sample_is_seen_once_a_pass_by_the_requested_stack(name: str, ran:
     assert [rank["whole"]["stack"] for rank in ran.of(name)] == [name, name]
     updates = list(zip(*(rank["whole"]["ids"] for rank in ran.of(name))))
     for begin in range(0, UPDATES, 2):
-        assert sorted(i for update in updates[begin : begin + 2] for ids in update for i in ids) == list(range(22))
+        assert sorted(
+            i for update in updates[begin : begin + 2] for ids in update for i in ids
+        ) == list(range(22))
 
 
-def test_evaluation_covers_the_whole_split_and_inference_predicts_it_in_order(name: str, ran: Ran) -> None:
+def test_evaluation_covers_the_whole_split_and_inference_predicts_it_in_order(
+    name: str, ran: Ran
+) -> None:
     """Seven samples do not divide over two ranks; training's random numbers stay as they were."""
     data = Points(7, getattr(torch, STACKS[name].dtype))
     for rank in ran.of(name):
@@ -295,12 +342,16 @@ def test_evaluation_covers_the_whole_split_and_inference_predicts_it_in_order(na
         model.load_state_dict(watched["path"][-1])
         with torch.no_grad():
             predicted = model(data.inputs)
-        assert watched["evaluated"]["loss"] == pytest.approx(loss_of(predicted, data.targets).item(), rel=1e-6)
+        assert watched["evaluated"]["loss"] == pytest.approx(
+            loss_of(predicted, data.targets).item(), rel=1e-6
+        )
         assert differences(*watched["rng"]) == []
         torch.testing.assert_close(watched["predicted"], predicted, rtol=1e-6, atol=1e-7)
 
 
-def test_nonfinite_update_of_one_rank_is_raised_or_skipped_on_all_and_moves_nothing(name: str, ran: Ran) -> None:
+def test_nonfinite_update_of_one_rank_is_raised_or_skipped_on_all_and_moves_nothing(
+    name: str, ran: Ran
+) -> None:
     for rank in ran.of(name):
         assert "step 3" in rank["raised"] and "ranks [1]" in rank["raised"]
     ranks = [rank["skipped"] for rank in ran.of(name)]
@@ -345,7 +396,9 @@ def test_killed_in_an_update_and_resumed(name: str, ran: Ran) -> None:
     assert first[1] != "None", "the other rank went on alone"
 
 
-@pytest.mark.parametrize("name", [name for name, stack in STACKS.items() if stack.equals_ddp and name != "ddp"])
+@pytest.mark.parametrize(
+    "name", [name for name, stack in STACKS.items() if stack.equals_ddp and name != "ddp"]
+)
 def test_it_ends_as_ddp_to_the_bit(name: str, ran: Ran) -> None:
     for own, ddp in zip(ran.of(name), ran.of("ddp")):
         assert same_run([own["whole"]], ddp["whole"]) == []
@@ -358,7 +411,8 @@ def _tensors(state: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [pytest.param(*pair, marks=() if neighbours(*pair) else pytest.mark.slow) for pair in PAIRS]
+    ("source", "target"),
+    [pytest.param(*pair, marks=() if neighbours(*pair) else pytest.mark.slow) for pair in PAIRS],
 )
 def test_a_checkpoint_goes_to_another_stack(source: str, target: str, ran: Ran) -> None:
     """The run goes on with the batch that is next, and ends where the other stack's own run ends."""
@@ -376,4 +430,6 @@ def test_a_checkpoint_goes_to_another_stack(source: str, target: str, ran: Ran) 
             else:
                 ended, expected = (_tensors(each["state"][part]) for each in (mine, whole))
                 torch.testing.assert_close(ended, expected, rtol=1e-4, atol=1e-5)
-        assert mine["trace"] == [pytest.approx(line, rel=1e-4) for line in whole["trace"][STOPS[-1] :]]
+        assert mine["trace"] == [
+            pytest.approx(line, rel=1e-4) for line in whole["trace"][STOPS[-1] :]
+        ]

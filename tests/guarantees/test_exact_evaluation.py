@@ -19,7 +19,9 @@ from danling.metrics import Meters
 
 def points(length: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(length, 5, generator=generator), torch.randint(0, 3, (length,), generator=generator)
+    return torch.randn(length, 5, generator=generator), torch.randint(
+        0, 3, (length,), generator=generator
+    )
 
 
 class Evaluated(dl.TorchRunner):
@@ -40,7 +42,12 @@ class Evaluated(dl.TorchRunner):
 
 
 def evaluate(root: str, length: int, batch_size: int) -> dict[str, Any]:
-    config = {"seed": 1, "workspace_root": root, "log": False, "dataloader": {"batch_size": batch_size}}
+    config = {
+        "seed": 1,
+        "workspace_root": root,
+        "log": False,
+        "dataloader": {"batch_size": batch_size},
+    }
     with Evaluated(config, length) as runner:
         before = torch.get_rng_state()
         result = runner.evaluate("val")["val"]
@@ -80,6 +87,8 @@ def test_figures_are_those_of_the_whole_set(world_size: int, tmp_path: Path) -> 
             assert rank["result"] == rank["again"] == ranks[0]["result"]
             assert torch.equal(rank["pred"], pred)
             assert rank["result"]["loss"] == pytest.approx(loss, rel=1e-6)
-            assert rank["result"]["acc"] == pytest.approx(reference.accuracy_score(y, labels), rel=1e-12)
+            assert rank["result"]["acc"] == pytest.approx(
+                reference.accuracy_score(y, labels), rel=1e-12
+            )
             assert rank["result"]["f1"] == pytest.approx(f1, rel=1e-6)
             assert rank["result"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)

@@ -24,17 +24,26 @@ def train(config: dict[str, Any], stop_at: int | None) -> dict[str, Any]:
     with TracingRunner(config, stop_at=stop_at) as runner:
         runner.train()
         step = runner.state.train.global_step
-        return {"ids": runner.ids, "trace": runner.trace, "step": step, "state": whole_state(runner)}
+        return {
+            "ids": runner.ids,
+            "trace": runner.trace,
+            "step": step,
+            "state": whole_state(runner),
+        }
 
 
-def train_stopping_at_each(config: dict[str, Any], root: str, stops: list[int]) -> list[dict[str, Any]]:
+def train_stopping_at_each(
+    config: dict[str, Any], root: str, stops: list[int]
+) -> list[dict[str, Any]]:
     """Train to each of some steps of a run, each time from scratch in a directory of its own."""
     return [train({**config, "workspace_root": f"{root}/{k}"}, k) for k in stops]
 
 
 def resume_from_each(config: dict[str, Any], root: str, stops: list[int]) -> list[dict[str, Any]]:
     """Finish what `train_stopping_at_each` left."""
-    return [train({**config, "workspace_root": f"{root}/{k}", "auto_resume": True}, None) for k in stops]
+    return [
+        train({**config, "workspace_root": f"{root}/{k}", "auto_resume": True}, None) for k in stops
+    ]
 
 
 DCP = {"checkpoint.backend": "dcp", "checkpoint.async_mode": "async"}
@@ -64,14 +73,22 @@ def test_resumed_at_every_step(
     last = whole[0]["step"]
     assert last >= 9 // world_size
     stops = list(range(1, last, every))
-    stopped = run_processes(train_stopping_at_each, config, str(tmp_path), stops, world_size=world_size, timeout=350)
-    resumed = run_processes(resume_from_each, config, str(tmp_path), stops, world_size=world_size, timeout=350)
+    stopped = run_processes(
+        train_stopping_at_each, config, str(tmp_path), stops, world_size=world_size, timeout=350
+    )
+    resumed = run_processes(
+        resume_from_each, config, str(tmp_path), stops, world_size=world_size, timeout=350
+    )
     for rank in range(world_size):
         for k, part, second in zip(stops, stopped[rank], resumed[rank], strict=True):
             assert part["step"] == k
             assert part["ids"] + second["ids"] == whole[rank]["ids"], f"samples, stopped at {k}"
-            assert part["trace"] + second["trace"] == whole[rank]["trace"], f"losses and rates, stopped at {k}"
-            assert differences(second["state"], whole[rank]["state"]) == [], f"state, stopped at {k}"
+            assert part["trace"] + second["trace"] == whole[rank]["trace"], (
+                f"losses and rates, stopped at {k}"
+            )
+            assert differences(second["state"], whole[rank]["state"]) == [], (
+                f"state, stopped at {k}"
+            )
 
 
 def test_resumed_twice_with_other_workers(tmp_path: Path) -> None:
@@ -90,11 +107,19 @@ def test_resumed_twice_with_other_workers(tmp_path: Path) -> None:
 def test_at_its_end_a_run_touches_nothing(tmp_path: Path) -> None:
     config = settings("epoch", tmp_path, auto_resume=True)
     run_processes(train, config, None, world_size=1)
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*.pth")}
-    results = {path: path.read_bytes() for name in ("results.json", "metrics.jsonl") for path in tmp_path.rglob(name)}
+    before = {
+        path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*.pth")
+    }
+    results = {
+        path: path.read_bytes()
+        for name in ("results.json", "metrics.jsonl")
+        for path in tmp_path.rglob(name)
+    }
     again = run_processes(train, config, None, world_size=1)[0]
     assert again["ids"] == []
-    assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*.pth")}
+    assert before == {
+        path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*.pth")
+    }
     assert results == {path: path.read_bytes() for path in results}
 
 
@@ -117,7 +142,9 @@ def test_run_saved_within_its_step_is_resumed_after_the_update(mode: str, tmp_pa
     with SavesInStep({**config, "dir": str(tmp_path / "resumed"), "resume": str(saved)}) as resumed:
         assert resumed.train_state.global_step == 2
         resumed.train()
-    assert resumed.ids == whole.ids[-len(resumed.ids) :] and len(resumed.trace) == len(whole.trace) - 2
+    assert (
+        resumed.ids == whole.ids[-len(resumed.ids) :] and len(resumed.trace) == len(whole.trace) - 2
+    )
     assert resumed.trace == whole.trace[2:]
     assert not differences(whole_state(whole)["model"], whole_state(resumed)["model"])
 
@@ -134,7 +161,9 @@ class DiesAfterItsSave(SavesInStep):
 
 
 @pytest.mark.parametrize("interval", [1, 2])
-def test_evaluation_that_follows_a_save_in_step_is_made_by_the_resumed_run(interval: int, tmp_path: Path) -> None:
+def test_evaluation_that_follows_a_save_in_step_is_made_by_the_resumed_run(
+    interval: int, tmp_path: Path
+) -> None:
     config = settings("step", tmp_path, log=False, evaluate_interval=interval, auto_resume=True)
     with SavesInStep({**config, "dir": str(tmp_path / "whole")}) as whole:
         whole.train()
@@ -144,7 +173,10 @@ def test_evaluation_that_follows_a_save_in_step_is_made_by_the_resumed_run(inter
     with SavesInStep(config) as resumed:
         assert resumed.train_state.global_step == 2 and 2 not in resumed.results
         resumed.train()
-    found, expected = ({index: result["val"] for index, result in each.results.items()} for each in (resumed, whole))
+    found, expected = (
+        {index: result["val"] for index, result in each.results.items()}
+        for each in (resumed, whole)
+    )
     assert found == expected
     assert resumed.results[2]["train"]["loss"] == whole.results[2]["train"]["loss"]
     assert not differences(whole_state(whole)["model"], whole_state(resumed)["model"])

@@ -25,11 +25,19 @@ from danling.checkpoints import storage
 from danling.training import run_state
 from danling.utils.tensors import local_part
 
-MODES: dict[str, dict[str, Any]] = {"epochs": {"epochs": 3}, "steps": {"steps": 12, "evaluate_interval": 4}}
+MODES: dict[str, dict[str, Any]] = {
+    "epochs": {"epochs": 3},
+    "steps": {"steps": 12, "evaluate_interval": 4},
+}
 
 
 def settings(root: Path | str, mode: str, **more: Any) -> dict[str, Any]:
-    base = {"seed": 5, "dataloader": {"batch_size": 6}, "optim": {"type": "adamw", "lr": 0.01}, "score_name": "acc"}
+    base = {
+        "seed": 5,
+        "dataloader": {"batch_size": 6},
+        "optim": {"type": "adamw", "lr": 0.01},
+        "score_name": "acc",
+    }
     return toy_settings(root, **{**base, **MODES[mode], **more})
 
 
@@ -63,7 +71,9 @@ class Everything(TracingRunner):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self.model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3))
+        self.model = nn.Sequential(
+            nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3)
+        )
         self.model.register_buffer("forwards", torch.zeros(()))
         generator = torch.Generator().manual_seed(2)
         shared = {"batch_size": 4, "drop_last": True}
@@ -83,32 +93,45 @@ class Everything(TracingRunner):
         return super().evaluate_step(data)
 
 
-@pytest.mark.parametrize(("mode", "runner_class"), [("epochs", Everything), ("steps", TracingRunner)])
+@pytest.mark.parametrize(
+    ("mode", "runner_class"), [("epochs", Everything), ("steps", TracingRunner)]
+)
 def test_the_trial_leaves_no_trace(mode: str, runner_class: Any, tmp_path: Path) -> None:
     ends = []
     for name in ("tried", "not"):
-        config = settings(tmp_path / name, mode, try_evaluation=name == "tried", ema={"enabled": True})
+        config = settings(
+            tmp_path / name, mode, try_evaluation=name == "tried", ema={"enabled": True}
+        )
         with runner_class(config) as runner:
             runner.train()
             ends.append((whole_state(runner), runner.trace, runner.results, runner.id))
     assert not differences(ends[0], ends[1])
 
 
-def test_metric_undefined_for_one_batch_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_metric_undefined_for_one_batch_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Perplexing(TracingRunner):
         def summarize(self, split: str, totals: Any) -> dict[str, float]:
             if totals.totals()["loss"][1] < 7:
                 raise ValueError("only one class")
             return super().summarize(split, totals)
 
-    with caplog.at_level(logging.WARNING, logger="danling"), Perplexing(settings(tmp_path / "run", "epochs")) as runner:
+    with (
+        caplog.at_level(logging.WARNING, logger="danling"),
+        Perplexing(settings(tmp_path / "run", "epochs")) as runner,
+    ):
         assert len(runner.train()) == 3
-    (said,) = [message for message in caplog.messages if "cannot be computed from one batch" in message]
+    (said,) = [
+        message for message in caplog.messages if "cannot be computed from one batch" in message
+    ]
     assert "only one class" in said
 
 
 def test_one_shot_source_is_not_tried(tmp_path: Path) -> None:
-    batches = [{"input": torch.randn(4, 6), "target": torch.zeros(4).long(), "index": torch.arange(4)}]
+    batches = [
+        {"input": torch.randn(4, 6), "target": torch.zeros(4).long(), "index": torch.arange(4)}
+    ]
     with TracingRunner(settings(tmp_path / "run", "epochs", epochs=1)) as runner:
         runner.datasets.pop("val")
         runner.dataloaders["val"] = iter(batches)
@@ -135,7 +158,9 @@ class Failing(TracingRunner, dl.Runner):
         super().__init__(config)
         self.metrics = {"acc": self.accuracy}
 
-    def accuracy(self, pred: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def accuracy(
+        self, pred: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._maybe_fail("metric")
         return dl.metrics.accuracy(pred, target)
 
@@ -179,7 +204,9 @@ def own_state(runner: Failing) -> Any:
     return tree_map_only(torch.Tensor, lambda value: local_part(value).clone(), whole_state(runner))
 
 
-def failing(root: str, mode: str, kind: Any, rank: int | None, where: str, more: dict[str, Any]) -> int:
+def failing(
+    root: str, mode: str, kind: Any, rank: int | None, where: str, more: dict[str, Any]
+) -> int:
     Failing.failure, Failing.on_rank, Failing.where = kind, rank, where
     with Failing(settings(root, mode, **more)) as runner:
         runner.train()
@@ -191,7 +218,12 @@ def resumed(root: str, mode: str, more: dict[str, Any]) -> dict[str, Any]:
     with Failing(settings(root, mode, auto_resume=True, **more)) as runner:
         step = runner.state.train.global_step
         runner.train()
-        return {"from": step, "state": own_state(runner), "trace": runner.trace, "results": runner.results}
+        return {
+            "from": step,
+            "state": own_state(runner),
+            "trace": runner.trace,
+            "results": runner.results,
+        }
 
 
 @pytest.mark.parametrize(
@@ -200,11 +232,21 @@ def resumed(root: str, mode: str, more: dict[str, Any]) -> dict[str, Any]:
         ("steps", torch.OutOfMemoryError, "step", {"checkpoint.interval": 50}),
         ("epochs", KeyboardInterrupt, "summary", {"checkpoint.async_enabled": False}),
         ("steps", ValueError, "summary", {"checkpoint.backend": "dcp"}),
-        ("epochs", RuntimeError, "step", {"checkpoint.backend": "dcp", "checkpoint.async_enabled": False}),
+        (
+            "epochs",
+            RuntimeError,
+            "step",
+            {"checkpoint.backend": "dcp", "checkpoint.async_enabled": False},
+        ),
     ],
 )
 def test_training_before_a_failing_evaluation_is_saved_and_resumes_bitwise(
-    mode: str, kind: Any, where: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    kind: Any,
+    where: str,
+    more: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("failure", "on_rank", "where"):
         monkeypatch.setattr(Failing, name, getattr(Failing, name))
@@ -218,7 +260,9 @@ def test_training_before_a_failing_evaluation_is_saved_and_resumes_bitwise(
     assert rest["results"] == whole["results"]
 
 
-def test_read_only_run_fails_with_the_error_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_run_fails_with_the_error_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("failure", "on_rank", "where"):
         monkeypatch.setattr(Failing, name, getattr(Failing, name))
     with pytest.raises(ValueError, match="in an evaluation"):
@@ -241,7 +285,11 @@ def test_the_best_stays_the_best_when_a_later_evaluation_fails(tmp_path: Path) -
 
 
 SHARDED = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}
-STAGES = {"stack": "parallel", "parallel": {"axes": {"pipeline": 2}}, "dataloader": {"batch_size": 6}}
+STAGES = {
+    "stack": "parallel",
+    "parallel": {"axes": {"pipeline": 2}},
+    "dataloader": {"batch_size": 6},
+}
 NOT_DUE = {"checkpoint.interval": 50}
 """No checkpoint follows the evaluation that fails."""
 SYNCHRONOUS = {"checkpoint.async_enabled": False}
@@ -249,7 +297,9 @@ DCP = {"checkpoint.backend": "dcp"}
 
 
 def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=[pytest.mark.slow, *([needs_deepspeed] if "deepspeed" in values[-1] else [])])
+    return pytest.param(
+        *values, marks=[pytest.mark.slow, *([needs_deepspeed] if "deepspeed" in values[-1] else [])]
+    )
 
 
 @pytest.mark.timeout(240)
@@ -264,7 +314,12 @@ def slow(*values: Any) -> Any:
         slow(RuntimeError, None, "metric", {**SHARDED, **SYNCHRONOUS}),
         slow(ValueError, None, "score", {**SHARDED, **NOT_DUE}),
         slow(RuntimeError, 0, "step", {**DCP, "ema": {"enabled": True}}),
-        slow(RuntimeError, 1, "summary", {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"}),
+        slow(
+            RuntimeError,
+            1,
+            "summary",
+            {**SHARDED, "checkpoint.async_mode": "async_with_pinned_mem"},
+        ),
         slow(RuntimeError, 1, "metric", STAGES),
         slow(RuntimeError, 0, "metric", {"stack": "deepspeed", "deepspeed": zero(1)}),
         slow(RuntimeError, 1, "summary", {"stack": "deepspeed", "deepspeed": zero(3), **NOT_DUE}),
@@ -284,7 +339,9 @@ def test_one_rank_fails_while_the_others_wait_for_it(
     if kind is Killed:
         assert next(end.exit_code for end in ends if end.rank == on_rank) == -signal.SIGKILL
     else:
-        assert all(end.error is not None for end in ends) and any(isinstance(end.error, kind) for end in ends)
+        assert all(end.error is not None for end in ends) and any(
+            isinstance(end.error, kind) for end in ends
+        )
     rest = run_processes(resumed, str(tmp_path / "parts"), "epochs", more, world_size=2)
     if kind is not Killed or more.get("checkpoint.async_enabled") is False:
         assert rest[0]["from"] == (8 if more.get("parallel") == STAGES["parallel"] else 4)
@@ -306,5 +363,7 @@ def failing_without_a_save_before(root: str) -> None:
 def test_without_an_earlier_save_it_is_saved_if_all_ranks_fail(tmp_path: Path) -> None:
     ends = run_outcomes(failing_without_a_save_before, str(tmp_path), world_size=2, grace=10.0)
     assert any("in an evaluation" in str(end.error) for end in ends)
-    found = make_manager("dcp", tmp_path / "elsewhere").load_checkpoint(tmp_path / "one" / "checkpoints" / "latest")
+    found = make_manager("dcp", tmp_path / "elsewhere").load_checkpoint(
+        tmp_path / "one" / "checkpoints" / "latest"
+    )
     assert found["state"]["train"]["global_step"] == 2

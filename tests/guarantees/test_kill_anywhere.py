@@ -33,18 +33,24 @@ class SlowRunner(TracingRunner, dl.Runner):
         return super().train_step(data)
 
 
-def settings(root: Path, backend: str, mode: str, axes: dict[str, int] | None = None) -> dict[str, Any]:
+def settings(
+    root: Path, backend: str, mode: str, axes: dict[str, int] | None = None
+) -> dict[str, Any]:
     """Return a configuration of a few steps that saves in every one of them: what a kill costs is mostly the training around it."""
     layout = {"stack": "parallel", "parallel": {"axes": axes}} if axes else {}
     policy = {"backend": backend, "async_mode": mode, "interval": 1, "keep_latest_k": 3}
-    return whole_settings(root, **layout, steps=12, evaluate_interval=5, auto_resume=True, checkpoint=policy)
+    return whole_settings(
+        root, **layout, steps=12, evaluate_interval=5, auto_resume=True, checkpoint=policy
+    )
 
 
 def engine_settings(root: Path, stage: int) -> dict[str, Any]:
     """The same for DeepSpeed."""
     policy = {"interval": 1, "keep_latest_k": 2}
     layout = {"stack": "deepspeed", "deepspeed": zero(stage)}
-    return whole_settings(root, **layout, steps=12, evaluate_interval=5, auto_resume=True, checkpoint=policy)
+    return whole_settings(
+        root, **layout, steps=12, evaluate_interval=5, auto_resume=True, checkpoint=policy
+    )
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
@@ -56,9 +62,13 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
 class KilledRuns:
     """Runs of one configuration that are killed at random instants, and what they are compared with: the one that is left alone."""
 
-    def __init__(self, make: Callable[[Path], dict[str, Any]], *, world_size: int, place: Path, what: str) -> None:
+    def __init__(
+        self, make: Callable[[Path], dict[str, Any]], *, world_size: int, place: Path, what: str
+    ) -> None:
         self._make, self._world_size, self._place, self._what = make, world_size, place, what
-        run_processes(free_port, world_size=world_size)  # what the first processes of a session have to load
+        run_processes(
+            free_port, world_size=world_size
+        )  # what the first processes of a session have to load
         start = time.monotonic()
         self._alone = self._train(place / "alone")
         self._lasted = time.monotonic() - start
@@ -77,12 +87,15 @@ class KilledRuns:
         while done < kills:
             # The harness waits longer on a busy machine; what the run that was left alone took has that in it already.
             seconds = self._instants.uniform(0.1, 0.5) * self._lasted / patience(1)
-            outcomes = run_outcomes(train, self._make(root), world_size=self._world_size, timeout=seconds)
+            outcomes = run_outcomes(
+                train, self._make(root), world_size=self._world_size, timeout=seconds
+            )
             if all(outcome.error is None for outcome in outcomes):
                 break
-            assert all(outcome.error is None or isinstance(outcome.error, ProcessFailure) for outcome in outcomes), (
-                outcomes
-            )
+            assert all(
+                outcome.error is None or isinstance(outcome.error, ProcessFailure)
+                for outcome in outcomes
+            ), outcomes
             done += 1
         for ended, alone in zip(self._train(root), self._alone, strict=True):
             assert differences(ended, alone) == []
@@ -114,12 +127,18 @@ slow, needs_engine = pytest.mark.slow, [pytest.mark.slow, needs_deepspeed]
     ],
 )
 def test_killed_again_and_again(
-    part: float, world_size: int, make: Callable[..., dict[str, Any]], how: tuple[Any, ...], tmp_path: Path
+    part: float,
+    world_size: int,
+    make: Callable[..., dict[str, Any]],
+    how: tuple[Any, ...],
+    tmp_path: Path,
 ) -> None:
     words = ("DeepSpeed, ZeRO", *how) if make is engine_settings else how
     what = f"at random instants: {', '.join(map(str, words))}, {world_size} processes"
     kills, done = share(part, otherwise=2), 0
-    runs = KilledRuns(lambda root: make(root, *how), world_size=world_size, place=tmp_path, what=what)
+    runs = KilledRuns(
+        lambda root: make(root, *how), world_size=world_size, place=tmp_path, what=what
+    )
     while done < kills:
         # When a run has ended with kills left, the next one begins.
         done += runs.go_on_to_the_end(kills - done)

@@ -57,7 +57,9 @@ def _nothing() -> None:
     Path(os.devnull).read_bytes()
 
 
-def struck(function: Callable[..., Any], *args: Any, inject: str | None, seconds: float = 60.0) -> Ended:
+def struck(
+    function: Callable[..., Any], *args: Any, inject: str | None, seconds: float = 60.0
+) -> Ended:
     """Run a function in a forked process under strace."""
     with tempfile.TemporaryDirectory() as folder:
         told, log = Path(folder) / "error", Path(folder) / "log"
@@ -87,7 +89,16 @@ def _run(function: Callable[..., Any], args: Iterable[Any], told: Path) -> None:
 
 def _trace(pid: int, log: Path, inject: str | None, seconds: float) -> int:
     """Let a stopped process go on under strace, and return how it ended, as `os.waitpid` does."""
-    command = ["strace", "-f", "-o", str(log), "-p", str(pid), "-e", f"trace={','.join(f'?{name}' for name in DISK)}"]
+    command = [
+        "strace",
+        "-f",
+        "-o",
+        str(log),
+        "-p",
+        str(pid),
+        "-e",
+        f"trace={','.join(f'?{name}' for name in DISK)}",
+    ]
     faults = [] if inject is None else ["-e", f"inject={inject}"]
     with subprocess.Popen([*command, *faults], stderr=subprocess.PIPE, text=True) as tracer:
         assert tracer.stderr is not None
@@ -109,7 +120,9 @@ def strikes(calls: Iterable[tuple[int, str, str]], names: Iterable[str] = DISK) 
     most: Counter[str] = Counter()
     for (_, name), count in counts.items():
         most[name] = max(most[name], count)
-    return [f"{name}:when={k}" for name in DISK if name in set(names) for k in range(1, most[name] + 1)]
+    return [
+        f"{name}:when={k}" for name in DISK if name in set(names) for k in range(1, most[name] + 1)
+    ]
 
 
 FIRST, KILLED, LAST = 3, 4, 6
@@ -117,7 +130,8 @@ SOME = 8
 
 
 @pytest.mark.skipif(
-    not has_strace(), reason="strace is not installed, or may not trace: tests of faults use patched calls"
+    not has_strace(),
+    reason="strace is not installed, or may not trace: tests of faults use patched calls",
 )
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("mode", ["disabled", "async"])
@@ -126,7 +140,9 @@ def test_killed_at_a_system_call(kind: str, mode: str, tmp_path: Path) -> None:
     earlier = tmp_path / "earlier"
     train_on(kind, earlier, FIRST)
     # Everything is imported by then, and the whole run is what it is compared with.
-    assert train_on(kind, Path(shutil.copytree(earlier, tmp_path / "whole")), LAST, mode=mode) == FIRST
+    assert (
+        train_on(kind, Path(shutil.copytree(earlier, tmp_path / "whole")), LAST, mode=mode) == FIRST
+    )
     alone = Path(shutil.copytree(earlier, tmp_path / "alone"))
     left_alone = struck(_train_to_the_kill, kind, alone, mode, inject=None)
     assert left_alone.error == "" and left_alone.signal == 0
@@ -141,8 +157,16 @@ def test_killed_at_a_system_call(kind: str, mode: str, tmp_path: Path) -> None:
         begun = train_on(kind, place, LAST, mode=mode)
         assert begun >= FIRST, when
         manager = make_manager(kind, place)
-        found = {record.name: load(manager, record.name) for record in manager.store.records(complete=True)}
-        newest = {"latest": LAST, "best": LAST, f"ckpt-s{LAST:012d}": LAST, f"ckpt-s{LAST - 1:012d}": LAST - 1}
+        found = {
+            record.name: load(manager, record.name)
+            for record in manager.store.records(complete=True)
+        }
+        newest = {
+            "latest": LAST,
+            "best": LAST,
+            f"ckpt-s{LAST:012d}": LAST,
+            f"ckpt-s{LAST - 1:012d}": LAST - 1,
+        }
         assert newest.items() <= found.items(), when
         # Beside what retention keeps there is the one that was resumed, under whatever name it was found.
         assert set(found.values()) == {LAST, LAST - 1, begun}, when

@@ -47,7 +47,12 @@ class Kill:
         ranks = choices.choice([(0,), (1,), (0, 1)])
         if choices.random() < 0.4:
             return cls(ranks, None, 0, choices.uniform(0.0, 1.5))
-        return cls(ranks, choices.choice(EVENTS), choices.randrange(3), choices.choice([0.0, 0.001, 0.01, 0.05]))
+        return cls(
+            ranks,
+            choices.choice(EVENTS),
+            choices.randrange(3),
+            choices.choice([0.0, 0.001, 0.01, 0.05]),
+        )
 
 
 class Killer(Observer):
@@ -101,7 +106,13 @@ class Trained(TracingRunner, dl.Runner):
 
 def settings(root: Path, layout: str, mode: str) -> dict[str, Any]:
     policy = {"backend": "dcp", "async_mode": mode, "interval": 2, "keep_latest_k": 2}
-    more = {"steps": 12, "evaluate_interval": 4, "log_interval": 1, "auto_resume": True, "checkpoint": policy}
+    more = {
+        "steps": 12,
+        "evaluate_interval": 4,
+        "log_interval": 1,
+        "auto_resume": True,
+        "checkpoint": policy,
+    }
     return whole_settings(root, **LAYOUTS[layout], **more)
 
 
@@ -137,7 +148,9 @@ def kill_until_the_end(make: Any, root: Path, choices: random.Random, kills: int
         pytest.param(0.4, "parallel", "async", marks=pytest.mark.slow),
     ],
 )
-def test_every_row_is_there_once_after_kills_of_ranks(part: float, layout: str, mode: str, tmp_path: Path) -> None:
+def test_every_row_is_there_once_after_kills_of_ranks(
+    part: float, layout: str, mode: str, tmp_path: Path
+) -> None:
     def make(root: Path) -> dict[str, Any]:
         return settings(root, layout, mode)
 

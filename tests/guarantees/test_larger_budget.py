@@ -77,7 +77,10 @@ def check_equal(one: Any, other: Any) -> None:
 def test_a_larger_budget_is_a_resume_with_it(
     schedule: str, budgets: tuple[dict[str, int], dict[str, int]], tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {"scheduler": SCHEDULES[schedule], "ema": {"enabled": True, "decay": 0.9}}
+    given: dict[str, Any] = {
+        "scheduler": SCHEDULES[schedule],
+        "ema": {"enabled": True, "decay": 0.9},
+    }
     given["optim"] = {"type": "adamw", "lr": 0.1}
     one = in_one_process(tmp_path / "one", *budgets, **given)
     check_equal(one, by_resume(tmp_path / "two", *budgets, **given))
@@ -86,11 +89,16 @@ def test_a_larger_budget_is_a_resume_with_it(
 
 def test_rate_follows_the_formula(tmp_path: Path) -> None:
     rates, _, _ = in_one_process(tmp_path, {"steps": 4}, {"steps": 8}, scheduler={"type": "cosine"})
-    expected = [0.05 * (1 + math.cos(math.pi * step / total)) for step, total in zip(range(8), [4] * 4 + [8] * 4)]
+    expected = [
+        0.05 * (1 + math.cos(math.pi * step / total))
+        for step, total in zip(range(8), [4] * 4 + [8] * 4)
+    ]
     assert rates == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("stack", ["accelerate", "parallel", pytest.param("graph", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stack", ["accelerate", "parallel", pytest.param("graph", marks=pytest.mark.slow)]
+)
 def test_on_other_stacks_too(stack: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"stack": stack, "scheduler": {"type": "cosine"}, "accum_steps": 2}
     one = in_one_process(tmp_path / "one", {"steps": 2}, {"steps": 5}, **given)
@@ -98,17 +106,23 @@ def test_on_other_stacks_too(stack: str, tmp_path: Path) -> None:
 
 
 def on_ranks(root: str) -> tuple[list[float], list[float]]:
-    rates, state, _ = in_one_process(Path(root), {"epochs": 1}, {"epochs": 2}, scheduler={"type": "cosine"})
+    rates, state, _ = in_one_process(
+        Path(root), {"epochs": 1}, {"epochs": 2}, scheduler={"type": "cosine"}
+    )
     return rates, [float(tensor.sum()) for tensor in state["model"].values()]
 
 
 def resumed_on_ranks(root: str) -> tuple[list[float], list[float]]:
-    rates, state, _ = by_resume(Path(root), {"epochs": 1}, {"epochs": 2}, scheduler={"type": "cosine"})
+    rates, state, _ = by_resume(
+        Path(root), {"epochs": 1}, {"epochs": 2}, scheduler={"type": "cosine"}
+    )
     return rates, [float(tensor.sum()) for tensor in state["model"].values()]
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:
-    assert run_processes(on_ranks, str(tmp_path / "a")) == run_processes(resumed_on_ranks, str(tmp_path / "b"))
+    assert run_processes(on_ranks, str(tmp_path / "a")) == run_processes(
+        resumed_on_ranks, str(tmp_path / "b")
+    )
 
 
 def grown_by_one(root: str) -> None:
@@ -148,12 +162,16 @@ def test_files_of_the_run_have_the_new_budget(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "metadata" / "config.full.yaml").read_text())["epochs"] == 2
 
 
-def test_a_schedule_of_the_program_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_of_the_program_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Own(Noting):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-            self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, total_iters=4)
+            self.scheduler = torch.optim.lr_scheduler.LinearLR(
+                self.optimizer, 1.0, 0.0, total_iters=4
+            )
 
     with Own(settings(tmp_path, epochs=1)) as runner:
         runner.train()
@@ -166,7 +184,9 @@ def test_unit_of_the_budget_stays(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="steps or epochs, not both"):
             runner.config.steps = 4
         runner.train()
-        with pytest.raises(ValueError, match="budget of epochs, in which this run has counted its 4 updates"):
+        with pytest.raises(
+            ValueError, match="budget of epochs, in which this run has counted its 4 updates"
+        ):
             runner.config.epochs = None
         assert runner.config.epochs == 1
 
@@ -175,5 +195,8 @@ def test_a_budget_may_be_set_after_construction(tmp_path: Path) -> None:
     with Line(settings(tmp_path, scheduler={"type": "constant"})) as runner:
         runner.config.epochs = 2
         runner.train()
-        assert runner.state.train.epoch == 2 and (tmp_path / "checkpoints" / "ckpt-e000002.pth").exists()
+        assert (
+            runner.state.train.epoch == 2
+            and (tmp_path / "checkpoints" / "ckpt-e000002.pth").exists()
+        )
     assert isinstance(runner, dl.TorchRunner)

@@ -26,14 +26,23 @@ FLOAT32_TOLERANCE = 1e-5
 LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP 2": {"axes": {"shard": 2}},
     "FSDP 2, reduced every time": {"axes": {"shard": 2}, "fsdp": {"gradient_sync": "every"}},
-    "FSDP 2, reduced last": {"axes": {"shard": 2}, "fsdp": {"gradient_sync": "last", "reshard_after_forward": False}},
-    "FSDP 2, named blocks": {"axes": {"shard": -1}, "fsdp": {"blocks": ["CausalAttention", "embedding"]}},
+    "FSDP 2, reduced last": {
+        "axes": {"shard": 2},
+        "fsdp": {"gradient_sync": "last", "reshard_after_forward": False},
+    },
+    "FSDP 2, named blocks": {
+        "axes": {"shard": -1},
+        "fsdp": {"blocks": ["CausalAttention", "embedding"]},
+    },
     "FSDP 2, offloaded": {"axes": {"shard": 2}, "fsdp": {"offload_policy": "cpu"}},
     "FSDP 2, recomputed": {"axes": {"shard": 2}, "parallel": {"activation_checkpointing": True}},
     "FSDP 3": {"axes": {"shard": 3}, "one": {"dataloader": {"batch_size": 3}}, "batch_size": 1},
     "replicate 2": {"axes": {"replicate": 2}},
     "HSDP 2x2": {"axes": {"replicate": 2, "shard": 2}},
-    "HSDP 2x2, reduced last": {"axes": {"replicate": 2, "shard": 2}, "fsdp": {"gradient_sync": "last"}},
+    "HSDP 2x2, reduced last": {
+        "axes": {"replicate": 2, "shard": 2},
+        "fsdp": {"gradient_sync": "last"},
+    },
     "TP 2": {"axes": {"tensor": 2}},
     "TP 2, tied": {"axes": {"tensor": 2}, "model": {"tied": True}},
     "TP 2 x FSDP 2": {"axes": {"tensor": 2, "shard": 2}},
@@ -43,7 +52,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP 2 x FSDP 2": {"axes": {"context": 2, "shard": 2}},
     "PP 2, GPipe": {"axes": {"pipeline": 2}, "parallel": {"pipeline_schedule": "GPipe"}},
     "PP 2, 1F1B": {"axes": {"pipeline": 2}},
-    "PP 2, micro-batches of 2": {"axes": {"pipeline": 2}, "parallel": {"pipeline_microbatch_size": 2}},
+    "PP 2, micro-batches of 2": {
+        "axes": {"pipeline": 2},
+        "parallel": {"pipeline_microbatch_size": 2},
+    },
     "PP 3": {"axes": {"pipeline": 3}, "model": {"depth": 3}},
     "PP 2, Interleaved1F1B": {
         "axes": {"pipeline": 2},
@@ -71,7 +83,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP 2 x TP 2": {"axes": {"pipeline": 2, "tensor": 2}},
     "PP 2 x replicate 2": {"axes": {"pipeline": 2, "replicate": 2}},
     "EP 2": {"axes": {"expert": 2}, "model": {"experts": 4}},
-    "EP 2 x 2 within an expert": {"axes": {"expert": 2, "expert_tensor": 2}, "model": {"experts": 4}},
+    "EP 2 x 2 within an expert": {
+        "axes": {"expert": 2, "expert_tensor": 2},
+        "model": {"experts": 4},
+    },
     "EP 2 x FSDP 2": {"axes": {"expert": 2, "shard": 2}, "model": {"experts": 4}},
     "EP 2 x TP 2": {"axes": {"expert": 2, "tensor": 2}, "model": {"experts": 4}},
     "PP 2 x TP 2 x FSDP 2": {"axes": {"pipeline": 2, "tensor": 2, "shard": 2}},
@@ -79,7 +94,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _config(root: str, **settings: Any) -> dict[str, Any]:
-    base = {"seed": 5, "steps": 3, "max_grad_norm": 0.05, "log": False, "evaluate_interval": 3, "ema": {}}
+    base = {
+        "seed": 5,
+        "steps": 3,
+        "max_grad_norm": 0.05,
+        "log": False,
+        "evaluate_interval": 3,
+        "ema": {},
+    }
     base |= {"checkpoint": {"load_only": True}, "dataloader": {"batch_size": 4}}
     return whole_settings(root, **{**base, **settings})
 
@@ -91,12 +113,16 @@ def _one_process(settings: str, model: str, samples: int) -> dict[str, Any]:
         return run_processes(run_layout, config, eval(model), samples, world_size=1, timeout=60)[0]
 
 
-def _run(root: Path, layout: dict[str, Any], *, samples: int = 40, **settings: Any) -> tuple[dict[str, Any], list[Any]]:
+def _run(
+    root: Path, layout: dict[str, Any], *, samples: int = 40, **settings: Any
+) -> tuple[dict[str, Any], list[Any]]:
     axes, model = layout["axes"], layout.get("model", {})
     alone = {key: value for key, value in settings.items() if key != "dataloader"}
     one = _one_process(repr({**alone, **layout.get("one", {})}), repr(model), samples)
     world = 2 if -1 in axes.values() else torch.tensor(list(axes.values())).prod().item()
-    replicas = math.prod(2 if axes.get(axis) == -1 else axes.get(axis, 1) for axis in axes_with(reads_data=True))
+    replicas = math.prod(
+        2 if axes.get(axis) == -1 else axes.get(axis, 1) for axis in axes_with(reads_data=True)
+    )
     config = _config(
         str(root),
         stack="parallel",
@@ -104,7 +130,9 @@ def _run(root: Path, layout: dict[str, Any], *, samples: int = 40, **settings: A
         fsdp=layout.get("fsdp", {}),
         **{"dataloader": {"batch_size": layout.get("batch_size", 4 // replicas)}, **settings},
     )
-    return one, run_processes(run_layout, config, model, samples, world_size=int(world), timeout=100)
+    return one, run_processes(
+        run_layout, config, model, samples, world_size=int(world), timeout=100
+    )
 
 
 def _gap(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -112,7 +140,9 @@ def _gap(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max((value - theirs[name]).abs().max().item() for name, value in mine.items())
 
 
-def _compare(one: dict[str, Any], ranks: list[dict[str, Any]], tolerance: float = TOLERANCE) -> None:
+def _compare(
+    one: dict[str, Any], ranks: list[dict[str, Any]], tolerance: float = TOLERANCE
+) -> None:
     assert {name for rank in ranks for name in rank["weights"]} == one["weights"].keys()
     for rank in ranks:
         assert rank["steps"] == one["steps"] and len(rank["gradients"]) == len(one["gradients"])
@@ -145,7 +175,8 @@ _QUICK = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "name",
+    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
 )
 def test_a_layout_equals_one_process(name: str, tmp_path: Path) -> None:
     one, ranks = _run(tmp_path, LAYOUTS[name])
@@ -154,7 +185,11 @@ def test_a_layout_equals_one_process(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["FSDP 2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("TP 2", "PP 2, 1F1B", "CP 2"))]
+    "name",
+    [
+        "FSDP 2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("TP 2", "PP 2, 1F1B", "CP 2")),
+    ],
 )
 def test_a_layout_equals_one_process_in_float32(name: str, tmp_path: Path) -> None:
     """AdamW divides by the square root of second moments, so that rounding shows in weights more than in gradients."""
@@ -167,7 +202,10 @@ def test_a_layout_equals_one_process_in_float32(name: str, tmp_path: Path) -> No
     [
         "FSDP 2",
         "PP 2, Interleaved1F1B",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("CP 2", "PP 2, 1F1B", "PP 2 x FSDP 2")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("CP 2", "PP 2, 1F1B", "PP 2 x FSDP 2")
+        ),
     ],
 )
 def test_a_ragged_end_of_an_epoch_equals_one_process(name: str, tmp_path: Path) -> None:

@@ -56,7 +56,9 @@ def leave_litter(run: Path, backend: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("backend", ["file", "dcp"])
-def test_litter_is_named_and_the_next_start_removes_it(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_litter_is_named_and_the_next_start_removes_it(
+    backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = trained(settings(backend=backend))
     left = leave_litter(run, backend)
     foreign = run / ".mine.tmp"

@@ -53,11 +53,25 @@ class SlowRunner(TracingRunner, dl.Runner):
         return outcome
 
 
-def settings(root: Path, url: str | None, backend: str, axes: dict[str, int] | None, **changes: Any) -> dict[str, Any]:
+def settings(
+    root: Path, url: str | None, backend: str, axes: dict[str, int] | None, **changes: Any
+) -> dict[str, Any]:
     """Return a configuration of a few steps that saves in every other one."""
     layout = {"stack": "parallel", "parallel": {"axes": axes}} if axes else {}
-    policy = {"backend": backend, "interval": INTERVAL, "keep_latest_k": 2, "remote.url": url, **changes}
-    more = {"steps": STEPS, "evaluate_interval": 6, "auto_resume": True, "scheduler": {}, "checkpoint": policy}
+    policy = {
+        "backend": backend,
+        "interval": INTERVAL,
+        "keep_latest_k": 2,
+        "remote.url": url,
+        **changes,
+    }
+    more = {
+        "steps": STEPS,
+        "evaluate_interval": 6,
+        "auto_resume": True,
+        "scheduler": {},
+        "checkpoint": policy,
+    }
     return whole_settings(root, **layout, **more)
 
 
@@ -81,9 +95,13 @@ def train(config: dict[str, Any], notes: str, wait: bool = False) -> dict[str, A
 
 
 @cache
-def left_alone(backend: str, world_size: int, axes: tuple[tuple[str, int], ...]) -> tuple[list[dict[str, Any]], float]:
+def left_alone(
+    backend: str, world_size: int, axes: tuple[tuple[str, int], ...]
+) -> tuple[list[dict[str, Any]], float]:
     """Return the states at the end of a run that nobody kills, and the seconds that it takes."""
-    run_processes(free_port, world_size=world_size)  # what the first processes of a session have to load
+    run_processes(
+        free_port, world_size=world_size
+    )  # what the first processes of a session have to load
     with TemporaryDirectory() as place:
         start = time.monotonic()
         config = settings(Path(place), None, backend, dict(axes) or None)
@@ -132,7 +150,10 @@ class LostMachines:
         if all(outcome.error is None for outcome in outcomes):
             self._look_at(root)
             return [outcome.value for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
-        assert all(outcome.error is None or isinstance(outcome.error, ProcessFailure) for outcome in outcomes), outcomes
+        assert all(
+            outcome.error is None or isinstance(outcome.error, ProcessFailure)
+            for outcome in outcomes
+        ), outcomes
         shutil.rmtree(root, ignore_errors=True)
         return None
 
@@ -146,7 +167,9 @@ class LostMachines:
 
     def ends_bitwise(self, states: list[Any] | None) -> bool:
         assert states is not None
-        return all(differences(ended, alone) == [] for ended, alone in zip(states, self.alone, strict=True))
+        return all(
+            differences(ended, alone) == [] for ended, alone in zip(states, self.alone, strict=True)
+        )
 
     def saved(self) -> int:
         manifests = [key for key in self.server.objects(self.bucket) if key.endswith(".sha256")]
@@ -168,8 +191,14 @@ class LostMachines:
         keys = list(self.server.objects(self.bucket))
         prefix = next(key.partition("/checkpoints/")[0] for key in keys if "/checkpoints/" in key)
         below = [key.partition("/checkpoints/")[2] for key in keys if "/checkpoints/" in key]
-        manifests = [self._manifest(f"{prefix}/checkpoints/{key}") for key in below if key.endswith(".pth.sha256")]
-        expected = {f"objects/{digest}" for manifest in manifests for _, digest in manifest.files.values()}
+        manifests = [
+            self._manifest(f"{prefix}/checkpoints/{key}")
+            for key in below
+            if key.endswith(".pth.sha256")
+        ]
+        expected = {
+            f"objects/{digest}" for manifest in manifests for _, digest in manifest.files.values()
+        }
         for name in filter(is_name, below):
             target = self.server.read(self.bucket, f"{prefix}/checkpoints/{name}").decode().strip()
             expected.add(f"targets/{target}")
@@ -197,14 +226,18 @@ def test_killed_at_random_instants_and_the_disk_emptied_each_time(
     done = ends = 0
     gone_on = False
     while done < kills:
-        lost = LostMachines(tmp_path / str(ends), moto, backend=backend, world_size=world_size, axes=axes)
+        lost = LostMachines(
+            tmp_path / str(ends), moto, backend=backend, world_size=world_size, axes=axes
+        )
         states, before = None, done
         while done < kills and states is None:
             safe = lost.saved()
             states = lost.attempt(timeout=instants.uniform(0.3, 1.2) * lost.lasted / patience(1))
             done += states is None
             # Nothing that was complete in the store is lost.
-            assert not lost.begun() or lost.begun()[-1] >= safe or len(lost.begun()) < lost._machines
+            assert (
+                not lost.begun() or lost.begun()[-1] >= safe or len(lost.begun()) < lost._machines
+            )
         states = lost.attempt() if states is None else states
         assert lost.ends_bitwise(states) and lost.remote_litter() == []
         gone_on |= any(lost.begun())
@@ -212,7 +245,11 @@ def test_killed_at_random_instants_and_the_disk_emptied_each_time(
         assert moto.unfinished_uploads(lost.bucket) == 0
         shutil.rmtree(lost.place)
         ends += 1
-        report(f"at random instants, the disk emptied: {backend}, {world_size} processes", done - before, 1)
+        report(
+            f"at random instants, the disk emptied: {backend}, {world_size} processes",
+            done - before,
+            1,
+        )
     # A few kills may all come before the first save; that one in a save goes on from the store is shown below.
     assert done == kills and (gone_on or not ASKED)
 
@@ -273,11 +310,15 @@ def test_killed_between_the_parts_of_a_save(
         assert lost.ends_bitwise(states) and lost.remote_litter() == []
 
 
-def test_empty_machine_with_the_end_in_the_store_ends_alike(tmp_path: Path, moto: ObjectServer) -> None:
+def test_empty_machine_with_the_end_in_the_store_ends_alike(
+    tmp_path: Path, moto: ObjectServer
+) -> None:
     lost = LostMachines(tmp_path, moto, backend="dcp", world_size=2, axes={"shard": 2})
     assert lost.ends_bitwise(lost.attempt()) and lost.saved() == STEPS
     # What two machines have left that were killed in a save: one before the last that is complete, one after it.
-    prefix = next(key.partition("/targets/")[0] for key in moto.objects(lost.bucket) if "/targets/" in key)
+    prefix = next(
+        key.partition("/targets/")[0] for key in moto.objects(lost.bucket) if "/targets/" in key
+    )
     for target in ("00000001-0123abcd", "00000099-0123abcd"):
         moto.write(lost.bucket, f"{prefix}/targets/{target}/__0_0.distcp", b"left")
     assert lost.remote_litter() != []

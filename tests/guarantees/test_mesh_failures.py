@@ -36,7 +36,9 @@ with Trained(config, model={}) as runner:
 """
 
 
-ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")])}
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")])
+}
 
 
 def test_a_killed_rank_ends_the_job() -> None:
@@ -67,13 +69,18 @@ def hang(config: Mapping[str, Any]) -> None:
         runner.train()
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2}, pytest.param({"pipeline": 2}, marks=pytest.mark.slow)], ids=str)
-def test_the_timeout_of_training_reaches_the_groups_of_the_mesh(axes: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "axes", [{"shard": 2}, pytest.param({"pipeline": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_the_timeout_of_training_reaches_the_groups_of_the_mesh(
+    axes: dict[str, int], tmp_path: Path
+) -> None:
     """The first update may take its time; then a rank that does not answer is an error on the others."""
     mesh = {"stack": "parallel", "parallel": {"axes": axes}, "comm": {"train_timeout_seconds": 2.0}}
     config = settings(tmp_path / "run", steps=5, dataloader={"batch_size": 2}, **mesh)
     waiting, sleeping = sorted(
-        run_outcomes(hang, config, world_size=2, timeout=45, grace=1), key=lambda outcome: outcome.rank
+        run_outcomes(hang, config, world_size=2, timeout=45, grace=1),
+        key=lambda outcome: outcome.rank,
     )
     assert isinstance(waiting.error, RuntimeError) and "imed out" in str(waiting.error), waiting
     assert isinstance(sleeping.error, ProcessFailure)

@@ -38,7 +38,14 @@ def draw() -> tuple[list[float], float, float]:
 
 
 def settings(root: Path, **changes: Any) -> dict[str, Any]:
-    return {"seed": 4, "log": False, "dir": str(root), "optim": {"type": "adamw", "lr": 1e-2}, "epochs": 2, **changes}
+    return {
+        "seed": 4,
+        "log": False,
+        "dir": str(root),
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "epochs": 2,
+        **changes,
+    }
 
 
 class Drawing(dl.Runner):
@@ -87,7 +94,9 @@ def test_noise_belongs_to_the_samples_however_they_are_divided(tmp_path: Path) -
 
 def test_a_skipped_update_repeats_no_number(tmp_path: Path) -> None:
     # The scale of float16 begins far too high, so that the first updates overflow.
-    config = settings(tmp_path, precision="fp16", skip_nonfinite_grad=True, dataloader={"batch_size": 6})
+    config = settings(
+        tmp_path, precision="fp16", skip_nonfinite_grad=True, dataloader={"batch_size": 6}
+    )
     with Drawing(config) as runner:
         runner.criterion = lambda pred, target: 20 * F.cross_entropy(pred, target)
         runner.train()
@@ -100,7 +109,9 @@ def test_a_skipped_update_repeats_no_number(tmp_path: Path) -> None:
 
 def first_draws() -> Tensor:
     """Draw one integer below 256 from each stream of the host."""
-    return torch.tensor([int(torch.randint(256, ())), int(np.random.randint(256)), random.randrange(256)])
+    return torch.tensor(
+        [int(torch.randint(256, ())), int(np.random.randint(256)), random.randrange(256)]
+    )
 
 
 class FirstDraws(Dataset[Tensor]):
@@ -139,13 +150,17 @@ class FirstDraw(dl.Runner):
         return super().train_step((torch.ones(1, 1), torch.ones(1, 1)))
 
 
-@pytest.mark.parametrize("where", ["sample", "worker", "collate", "stream", "stream worker", "step"])
+@pytest.mark.parametrize(
+    "where", ["sample", "worker", "collate", "stream", "stream worker", "step"]
+)
 def test_streams_draw_independently_wherever_they_are_seeded(tmp_path: Path, where: str) -> None:
     loader: dict[str, Any] = {"batch_size": 1, "num_workers": 2 * where.endswith("worker")}
     if where == "collate":
         loader["collate_fn"] = draw_in_collate
     dataset = StreamOfDraws() if where.startswith("stream") else FirstDraws()
-    with FirstDraw(settings(tmp_path, epochs=1, dataloader=loader), dataset, where == "step") as runner:
+    with FirstDraw(
+        settings(tmp_path, epochs=1, dataloader=loader), dataset, where == "step"
+    ) as runner:
         runner.train()
     drawn = torch.stack(runner.drawn).T
     assert drawn.shape == (3, 600)
@@ -168,7 +183,8 @@ class DrawingEverywhere(Drawing):
         self.stop_at = stop_at
         self.critic = nn.Linear(3, 1)
         self.optimizer = dl.optim.JointOptimizer(
-            torch.optim.SGD(self.model[0].parameters(), lr=0.1), torch.optim.SGD(self.model[2].parameters(), lr=0.1)
+            torch.optim.SGD(self.model[0].parameters(), lr=0.1),
+            torch.optim.SGD(self.model[2].parameters(), lr=0.1),
         )
         self.datasets["val"] = Numbered(7)
         self.scale = 1.0
@@ -184,7 +200,9 @@ class DrawingEverywhere(Drawing):
         if self.state.train.global_step + 1 == self.stop_at:
             self.stop()
         # Ranks draw by their samples here, and must add the same.
-        seed = self.world.broadcast_object(int(torch.randint(2**31, ())) + int(sum(draw()[1:]) * 2**20))
+        seed = self.world.broadcast_object(
+            int(torch.randint(2**31, ())) + int(sum(draw()[1:]) * 2**20)
+        )
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.unwrapped_model.parameters():
             parameter.grad += 1e-2 * torch.randn(parameter.shape, generator=generator)
@@ -209,9 +227,14 @@ def train_everywhere(config: dict[str, Any], stop_at: int | None) -> Any:
         return runner.train_state.global_step, whole_state(runner)
 
 
-def train_all(config: dict[str, Any], root: str, stops: list[int | None], resume: bool) -> list[Any]:
+def train_all(
+    config: dict[str, Any], root: str, stops: list[int | None], resume: bool
+) -> list[Any]:
     return [
-        train_everywhere({**config, "dir": f"{root}/{k}", "auto_resume": resume}, None if resume else k) for k in stops
+        train_everywhere(
+            {**config, "dir": f"{root}/{k}", "auto_resume": resume}, None if resume else k
+        )
+        for k in stops
     ]
 
 
@@ -219,7 +242,9 @@ def train_all(config: dict[str, Any], root: str, stops: list[int | None], resume
 def test_draws_in_overrides_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
     config = settings(tmp_path, dataloader={"batch_size": 6, "drop_last": False})
     del config["optim"]
-    whole = run_processes(train_everywhere, {**config, "dir": f"{tmp_path}/whole"}, None, world_size=2)
+    whole = run_processes(
+        train_everywhere, {**config, "dir": f"{tmp_path}/whole"}, None, world_size=2
+    )
     last = whole[0][0]
     assert last == 6
     stops = list(range(1, last))
@@ -245,7 +270,11 @@ class Langevin(torch.optim.Optimizer):
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
                 noise = torch.randn(local.shape)
                 self.state[parameter]["noise"] = noise
-                grad = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+                grad = (
+                    parameter.grad.to_local()
+                    if hasattr(parameter.grad, "to_local")
+                    else parameter.grad
+                )
                 local.add_(grad, alpha=-group["lr"]).add_(noise, alpha=1e-2)
 
 
@@ -274,8 +303,14 @@ class Sampling(Drawing):
 def sampled_by(config: dict[str, Any]) -> Any:
     with Sampling(config) as runner:
         runner.train()
-        held = [p.to_local() if hasattr(p, "to_local") else p for p in runner.unwrapped_model.parameters()]
-        noise = [runner.optimizer.state[parameter]["noise"] for parameter in runner.unwrapped_model.parameters()]
+        held = [
+            p.to_local() if hasattr(p, "to_local") else p
+            for p in runner.unwrapped_model.parameters()
+        ]
+        noise = [
+            runner.optimizer.state[parameter]["noise"]
+            for parameter in runner.unwrapped_model.parameters()
+        ]
         values = [[value.detach().tolist() for value in each] for each in (held, noise)]
         return [*values, runner.own.tolist(), runner.noises, runner.phases]
 
@@ -291,7 +326,12 @@ def test_noise_in_an_optimizer_is_equal_on_copies_and_differs_on_shards(tmp_path
     # What the samples are trained with is not: each phase of each micro-batch draws others.
     drawn = [tuple(phase) for found in copies for phase in found[4]]
     assert len(set(drawn)) == len(drawn) == 2 * 2 * 2 * 3
-    sharded = {**config, "dir": str(tmp_path / "shards"), "stack": "parallel", "parallel": {"axes": {"shard": 2}}}
+    sharded = {
+        **config,
+        "dir": str(tmp_path / "shards"),
+        "stack": "parallel",
+        "parallel": {"axes": {"shard": 2}},
+    }
     shards = run_processes(sampled_by, sharded, world_size=2)
     assert shards[0][1][0] != shards[1][1][0] and shards[0][2:4] == shards[1][2:4]
 
@@ -337,14 +377,19 @@ class Staged(nn.Module):
         self.name, self.linear = name, nn.Linear(6, 6)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + F.dropout(self.linear(F.dropout(inputs, 0.5, self.training)), 0.5, self.training)
+        return inputs + F.dropout(
+            self.linear(F.dropout(inputs, 0.5, self.training)), 0.5, self.training
+        )
 
 
 class Layered(dl.Runner):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.model = nn.Sequential(
-            nn.Linear(4, 6), nn.ModuleList([Staged("a"), Staged("b")])[0], Staged("c"), nn.Linear(6, 3)
+            nn.Linear(4, 6),
+            nn.ModuleList([Staged("a"), Staged("b")])[0],
+            Staged("c"),
+            nn.Linear(6, 3),
         )
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": list(zip(Numbered(16).points, torch.arange(16) % 3))}
@@ -368,7 +413,11 @@ def test_neither_the_schedule_nor_recomputed_activations_change_a_number(tmp_pat
         }
         fsdp = {"blocks": ["Staged"]} if again else {}
         config = settings(
-            tmp_path / str(number), stack="parallel", parallel=parallel, fsdp=fsdp, dataloader={"batch_size": 8}
+            tmp_path / str(number),
+            stack="parallel",
+            parallel=parallel,
+            fsdp=fsdp,
+            dataloader={"batch_size": 8},
         )
         config["optim"] = {"type": "sgd", "lr": 0.1}
         config["checkpoint"] = {"load_only": True}
@@ -381,7 +430,9 @@ def test_neither_the_schedule_nor_recomputed_activations_change_a_number(tmp_pat
 
 
 @pytest.mark.parametrize("number", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_masks_of_many_keys_are_as_independent_as_those_of_one_stream(number: int, tmp_path: Path) -> None:
+def test_masks_of_many_keys_are_as_independent_as_those_of_one_stream(
+    number: int, tmp_path: Path
+) -> None:
     width = 16
     keyed, plain = torch.empty(number, width), torch.empty(number, width)
     with Drawing(settings(tmp_path, dataloader={"batch_size": 6})) as runner:
@@ -414,7 +465,9 @@ class EvaluatingWithin(Drawing):
 
     not_saved = ("drawn", "calls")
 
-    def __init__(self, config: Mapping[str, Any], where: str | None, stop_at: int | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], where: str | None, stop_at: int | None = None
+    ) -> None:
         super().__init__(config)
         self.where, self.stop_at = where, stop_at
         self.model.noise = torch.Generator()  # which a forward of the model would draw from
@@ -455,7 +508,9 @@ class EvaluatingWithin(Drawing):
 
     def evaluate_step(self, data: Any) -> Any:
         self.draw()
-        return super().evaluate_step((data["input"], data["target"]) if isinstance(data, dict) else data)
+        return super().evaluate_step(
+            (data["input"], data["target"]) if isinstance(data, dict) else data
+        )
 
     def infer_step(self, data: Any) -> Any:
         self.draw()
@@ -463,14 +518,22 @@ class EvaluatingWithin(Drawing):
 
 
 def train_evaluating(root: str, where: str | None, stop_at: int | None) -> Any:
-    config = settings(Path(root), accum_steps=2, dataloader={"batch_size": 6}, evaluate_splits=[], auto_resume=True)
+    config = settings(
+        Path(root),
+        accum_steps=2,
+        dataloader={"batch_size": 6},
+        evaluate_splits=[],
+        auto_resume=True,
+    )
     drawn: dict[Any, Any] = {}
     for stop in (stop_at, None) if stop_at else (None,):
         with EvaluatingWithin(config, where, stop) as runner:
             runner.train()
             assert where is None or runner.calls
             drawn.update(runner.drawn)
-    return drawn, {name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()}
+    return drawn, {
+        name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()
+    }
 
 
 HOOKS = ["train_step", "after the backward", "step", "optimizer_step", "on_pass_start"]
@@ -482,7 +545,9 @@ def train_evaluating_everywhere(root: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_evaluation_within_training_changes_no_draw_of_it(tmp_path: Path, world_size: int) -> None:
+def test_an_evaluation_within_training_changes_no_draw_of_it(
+    tmp_path: Path, world_size: int
+) -> None:
     for (expected, weights), *others in run_processes(
         train_evaluating_everywhere, str(tmp_path), world_size=world_size
     ):

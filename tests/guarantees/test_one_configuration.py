@@ -32,7 +32,9 @@ def train(root: str, values: dict[str, list[Any]], given: dict[str, Any]) -> lis
 def refusals(world_size: int, *args: Any, function: Any = train) -> set[str]:
     """Return what the ranks were refused with; each rank must be."""
     outcomes = run_outcomes(function, *args, world_size=world_size)
-    assert all(isinstance(outcome.error, ValueError) for outcome in outcomes), [o.traceback for o in outcomes]
+    assert all(isinstance(outcome.error, ValueError) for outcome in outcomes), [
+        o.traceback for o in outcomes
+    ]
     return {str(outcome.error) for outcome in outcomes}
 
 
@@ -46,9 +48,17 @@ def refusals(world_size: int, *args: Any, function: Any = train) -> set[str]:
         ({"max_grad_norm": [None, 1.0]}, {}, "max_grad_norm: None (rank 0), 1.0 (rank 1)"),
         ({"patience": [3, 4]}, {}, "patience: 3.0 (rank 0), 4.0 (rank 1)"),
         ({"seed": [1, None]}, {}, "seed: 1 (rank 0), None (rank 1)"),
-        ({"parallel.axes.shard": [2, 1]}, {"stack": "parallel"}, "parallel.axes.shard: 2 (rank 0), 1 (rank 1)"),
+        (
+            {"parallel.axes.shard": [2, 1]},
+            {"stack": "parallel"},
+            "parallel.axes.shard: 2 (rank 0), 1 (rank 1)",
+        ),
         ({"mixture": [{"width": 1}, ...]}, {}, "mixture.width: 1 (rank 0), absent (rank 1)"),
-        ({"model": [{"drop_path": 0.1}, {"drop_path": 0.2}]}, {}, "model.drop_path: 0.1 (rank 0), 0.2 (rank 1)"),
+        (
+            {"model": [{"drop_path": 0.1}, {"drop_path": 0.2}]},
+            {},
+            "model.drop_path: 0.1 (rank 0), 0.2 (rank 1)",
+        ),
         ({"lora": [{"rank": 4}, {"rank": 8}]}, {}, "lora.rank: 4 (rank 0), 8 (rank 1)"),
         (
             {"sources": [[{"path": "/a", "share": 1}], [{"path": "/b", "share": 2}]]},
@@ -56,8 +66,16 @@ def refusals(world_size: int, *args: Any, function: Any = train) -> set[str]:
             "sources.0.share: 1 (rank 0), 2 (rank 1)",
         ),
         ({"local_keys": [None, ["shards"]]}, {}, "local_keys: None (rank 0), ['shards'] (rank 1)"),
-        ({"resume": [None, "elsewhere.pth"]}, {}, "resume: None (rank 0), 'elsewhere.pth' (rank 1)"),
-        ({"pretrained": ["weights.pth", None]}, {}, "pretrained: 'weights.pth' (rank 0), None (rank 1)"),
+        (
+            {"resume": [None, "elsewhere.pth"]},
+            {},
+            "resume: None (rank 0), 'elsewhere.pth' (rank 1)",
+        ),
+        (
+            {"pretrained": ["weights.pth", None]},
+            {},
+            "pretrained: 'weights.pth' (rank 0), None (rank 1)",
+        ),
     ],
 )
 def test_different_setting_is_named_by_rank(
@@ -151,9 +169,14 @@ def test_copies_of_a_checkpoint_are_one_source_and_other_content_is_refused(
     copied = copy_of(checkpoint, tmp_path / "copies")
     expected = run_processes(continue_from, [str(checkpoint)] * 2, str(tmp_path / "one"), given)
     assert expected[0][0] == 2
-    assert run_processes(continue_from, [str(checkpoint), copied], str(tmp_path / "two"), given) == expected
+    assert (
+        run_processes(continue_from, [str(checkpoint), copied], str(tmp_path / "two"), given)
+        == expected
+    )
     later = checkpoint.with_name(f"ckpt-s000000000004{suffix}")
-    (message,) = refusals(2, [copied, str(later)], str(tmp_path / "three"), given, function=continue_from)
+    (message,) = refusals(
+        2, [copied, str(later)], str(tmp_path / "three"), given, function=continue_from
+    )
     assert "step 2" in message and "step 4" in message and f"resume of rank 1: {later}" in message
 
 
@@ -163,7 +186,13 @@ def test_a_copy_without_its_checksums_is_compared_by_its_blocks(tmp_path: Path) 
     alone = []
     for step in (2, 4):
         (tmp_path / f"alone{step}").mkdir()
-        alone.append(str(shutil.copy(directory / f"ckpt-s{step:012d}.pth", tmp_path / f"alone{step}" / "mine.pth")))
+        alone.append(
+            str(
+                shutil.copy(
+                    directory / f"ckpt-s{step:012d}.pth", tmp_path / f"alone{step}" / "mine.pth"
+                )
+            )
+        )
     whole_one = str(directory / "ckpt-s000000000002.pth")
     results = run_processes(continue_from, [whole_one, alone[0]], str(tmp_path / "one"), {})
     assert results[0][0] == 2 and results[0] == results[1]

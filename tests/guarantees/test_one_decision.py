@@ -35,7 +35,8 @@ def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path) -> None:
     config = settings(tmp_path, skip_nonfinite_grad=True, max_skipped_updates=2)
     outcomes = run_outcomes(train_poisoned, config, world_size=2)
     assert all(
-        isinstance(outcome.error, NonFiniteError) and "2 skipped updates in a row" in str(outcome.error)
+        isinstance(outcome.error, NonFiniteError)
+        and "2 skipped updates in a row" in str(outcome.error)
         for outcome in outcomes
     )
 
@@ -74,7 +75,13 @@ def test_request_of_one_rank_is_done_by_all(what: str, saved_at: list[int], tmp_
 class UnevenRunner(TracingRunner):
     def __init__(self, config: dict[str, Any], lengths: list[int]) -> None:
         super().__init__(config)
-        batches = [{"input": torch.randn(2, 6), "target": torch.tensor([0, 1]), "index": torch.tensor([0, 1])}]
+        batches = [
+            {
+                "input": torch.randn(2, 6),
+                "target": torch.tensor([0, 1]),
+                "index": torch.tensor([0, 1]),
+            }
+        ]
         self.dataloaders = {"train": batches * lengths[self.rank]}
         self.datasets = {"val": self.datasets["val"]}
 
@@ -94,5 +101,7 @@ def test_loader_ending_early_ends_the_pass_for_all(tmp_path: Path) -> None:
 
 
 def test_an_empty_shard_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    outcomes = run_outcomes(train_uneven, settings(tmp_path, scheduler={"type": "constant"}), [2, 0], world_size=2)
+    outcomes = run_outcomes(
+        train_uneven, settings(tmp_path, scheduler={"type": "constant"}), [2, 0], world_size=2
+    )
     assert all("at least one batch on every rank" in str(outcome.error) for outcome in outcomes)

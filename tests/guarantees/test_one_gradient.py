@@ -8,14 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from support.language import NextTokens, OwnTokens, TinyForCausalLM, TinyForMaskedLM, UntoldTokens, encode, sentences
+from support.language import (
+    NextTokens,
+    OwnTokens,
+    TinyForCausalLM,
+    TinyForMaskedLM,
+    UntoldTokens,
+    encode,
+    sentences,
+)
 from support.processes import run_processes
 from support.toys import KeepsGradients, settings
 from torch import Tensor, nn
 
 import danling as dl
 
-SPLITS = {1: [[12], [5, 4, 3], [1, 11]], 2: [[7, 5], [3, 2, 4, 3]], 3: [[6, 4, 2], [3, 1, 1, 2, 4, 1]]}
+SPLITS = {
+    1: [[12], [5, 4, 3], [1, 11]],
+    2: [[7, 5], [3, 2, 4, 3]],
+    3: [[6, 4, 2], [3, 1, 1, 2, 4, 1]],
+}
 """Sizes of the micro-batches by world size; they go round the ranks, and none divides evenly."""
 
 
@@ -49,7 +61,9 @@ def criterion_of(kind: str) -> nn.Module:
 
 
 class GradientRunner(KeepsGradients):
-    def __init__(self, config: dict[str, Any], kind: str, batches: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, config: dict[str, Any], kind: str, batches: list[tuple[Tensor, Tensor]]
+    ) -> None:
         super().__init__(config)
         self.model = build()
         self.criterion = criterion_of(kind)
@@ -64,7 +78,13 @@ def one_update(root: str, kind: str, sizes: list[int], accum_steps: int) -> dict
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     x, labels, _ = points()
     parts = list(zip(x.split(sizes), labels.split(sizes)))
-    config = {"steps": 1, "seed": 0, "accum_steps": accum_steps, "workspace_root": root, "log": False}
+    config = {
+        "steps": 1,
+        "seed": 0,
+        "accum_steps": accum_steps,
+        "workspace_root": root,
+        "log": False,
+    }
     with GradientRunner(config, kind, parts[rank::world]) as runner:
         runner.train()
         return {
@@ -76,7 +96,9 @@ def one_update(root: str, kind: str, sizes: list[int], accum_steps: int) -> dict
 
 @pytest.mark.parametrize("kind", ["plain", "weighted", "sum"])
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_any_split_gives_the_gradient_of_the_whole(world_size: int, kind: str, tmp_path: Path) -> None:
+def test_any_split_gives_the_gradient_of_the_whole(
+    world_size: int, kind: str, tmp_path: Path
+) -> None:
     x, labels, _ = points()
     model = build()
     loss = tokens_loss(criterion_of(kind), model(x), labels)
@@ -87,12 +109,19 @@ def test_any_split_gives_the_gradient_of_the_whole(world_size: int, kind: str, t
         for rank in ranks:
             assert rank["samples"] == 12
             for name, parameter in model.named_parameters():
-                torch.testing.assert_close(rank["gradients"][name], parameter.grad, rtol=1e-6, atol=1e-12)
+                torch.testing.assert_close(
+                    rank["gradients"][name], parameter.grad, rtol=1e-6, atol=1e-12
+                )
             if kind != "sum":
                 assert rank["loss"] == pytest.approx(loss.item(), rel=1e-9)
 
 
-MODELS: dict[str, Any] = {"causal": TinyForCausalLM, "masked": TinyForMaskedLM, "next": NextTokens, "own": OwnTokens}
+MODELS: dict[str, Any] = {
+    "causal": TinyForCausalLM,
+    "masked": TinyForMaskedLM,
+    "next": NextTokens,
+    "own": OwnTokens,
+}
 
 
 class LanguageRunner(KeepsGradients):
@@ -108,7 +137,13 @@ class LanguageRunner(KeepsGradients):
 def update_of(
     root: str, kind: str, micro_batch: int, accum_steps: int, more: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    config: dict[str, Any] = {"steps": 1, "seed": 0, "accum_steps": accum_steps, "workspace_root": root, "log": False}
+    config: dict[str, Any] = {
+        "steps": 1,
+        "seed": 0,
+        "accum_steps": accum_steps,
+        "workspace_root": root,
+        "log": False,
+    }
     config |= more or {}
     config["dataloader"] = {"batch_size": micro_batch, "shuffle": False, "collate_fn": encode}
     with LanguageRunner(config, kind) as runner:
@@ -125,7 +160,9 @@ def updates(root: str, cases: list[tuple[str, int, int]]) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(world_size: int, tmp_path: Path) -> None:
+def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(
+    world_size: int, tmp_path: Path
+) -> None:
     cases = [(kind, 32 // world_size // parts, parts) for kind in MODELS for parts in (1, 2, 8)]
     for rank in run_processes(updates, str(tmp_path), cases, world_size=world_size):
         for (kind, *_), found in zip(cases, rank, strict=True):
@@ -133,7 +170,9 @@ def test_micro_batches_of_keywords_give_the_gradient_of_the_whole(world_size: in
             loss = model(**encode(sentences(32)))["loss"]
             loss.backward()
             for name, parameter in model.named_parameters():
-                torch.testing.assert_close(found["gradients"][name], parameter.grad, rtol=1e-12, atol=1e-15)
+                torch.testing.assert_close(
+                    found["gradients"][name], parameter.grad, rtol=1e-12, atol=1e-15
+                )
             assert found["loss"] == pytest.approx(loss.item(), rel=1e-12)
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -149,7 +188,9 @@ def test_a_divided_model_is_weighed_alike(tmp_path: Path) -> None:
         more["parallel"] = {"axes": {axis: 2}}
         for rank in run_processes(update_of, str(tmp_path), "next", 4, 4, more, world_size=2):
             for name, gradient in whole["gradients"].items():
-                torch.testing.assert_close(rank["gradients"][name], gradient, rtol=1e-12, atol=1e-15)
+                torch.testing.assert_close(
+                    rank["gradients"][name], gradient, rtol=1e-12, atol=1e-15
+                )
 
 
 class Untold(dl.TorchRunner):
@@ -176,19 +217,34 @@ class NestedBatch(Untold):
 def first_gradient(
     runner_class: Any, root: Path, told: bool | None, micro_batch: int, accum_steps: int
 ) -> list[Tensor]:
-    config = {"steps": 1, "seed": 0, "dir": str(root), "optim": {"type": "sgd", "lr": 1.0}, "accum_steps": accum_steps}
-    config |= {"dataloader": {"batch_size": micro_batch, "collate_fn": encode, "shuffle": False}, "log": False}
+    config = {
+        "steps": 1,
+        "seed": 0,
+        "dir": str(root),
+        "optim": {"type": "sgd", "lr": 1.0},
+        "accum_steps": accum_steps,
+    }
+    config |= {
+        "dataloader": {"batch_size": micro_batch, "collate_fn": encode, "shuffle": False},
+        "log": False,
+    }
     with runner_class(config, told) as runner:
         before = [parameter.detach().clone() for parameter in runner.model.parameters()]
         runner.train()
         return [old - new.detach() for old, new in zip(before, runner.unwrapped_model.parameters())]
 
 
-@pytest.mark.parametrize(("runner_class", "told"), [(Untold, True), (UntoldAndWeighed, None), (NestedBatch, True)])
-def test_declared_weight_weighs_micro_batches(runner_class: Any, told: bool | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("runner_class", "told"), [(Untold, True), (UntoldAndWeighed, None), (NestedBatch, True)]
+)
+def test_declared_weight_weighs_micro_batches(
+    runner_class: Any, told: bool | None, tmp_path: Path
+) -> None:
     whole = first_gradient(runner_class, tmp_path / "whole", told, 16, 1)
     for micro_batch, accum_steps in ((4, 4), (2, 8)):
-        parts = first_gradient(runner_class, tmp_path / str(accum_steps), told, micro_batch, accum_steps)
+        parts = first_gradient(
+            runner_class, tmp_path / str(accum_steps), told, micro_batch, accum_steps
+        )
         for one, other in zip(whole, parts):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 
@@ -204,7 +260,10 @@ def test_possibly_shifted_labels_are_refused_if_the_weight_matters(
     world_size: int, accum_steps: int, tmp_path: Path
 ) -> None:
     for message in run_processes(refused, str(tmp_path), accum_steps, world_size=world_size):
-        assert f"UntoldTokens, which does not say, with accum_steps={accum_steps} on {world_size} ranks" in message
+        assert (
+            f"UntoldTokens, which does not say, with accum_steps={accum_steps} on {world_size} ranks"
+            in message
+        )
         assert "`shifts_labels`" in message and "`batch_weight(data, target)`" in message
 
 
@@ -218,7 +277,9 @@ class OwnNames(dl.TorchRunner):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.model, self.criterion = nn.Linear(2, 3), nn.CrossEntropyLoss()
-        self.datasets = {"train": [{"points": torch.ones(2), "kinds": index % 3} for index in range(8)]}
+        self.datasets = {
+            "train": [{"points": torch.ones(2), "kinds": index % 3} for index in range(8)]
+        }
 
     def train_step(self, data: Any) -> Any:
         loss = self.criterion(self.model(data["points"]), data["kinds"])

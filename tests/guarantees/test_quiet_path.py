@@ -12,7 +12,14 @@ from support.toys import TracingRunner, settings
 
 PASS = 6
 """Updates of a pass."""
-VERBS = ("all_reduce", "all_gather_object", "broadcast_object_list", "broadcast", "barrier", "all_gather_into_tensor")
+VERBS = (
+    "all_reduce",
+    "all_gather_object",
+    "broadcast_object_list",
+    "broadcast",
+    "barrier",
+    "all_gather_into_tensor",
+)
 
 
 class Watched(TracingRunner):
@@ -34,10 +41,20 @@ class Watched(TracingRunner):
 
 def train_watched(root: str) -> list[list[str]]:
     often = {"log_interval": 8, "evaluate_interval": 24, "checkpoint.interval": 24}
-    more = {"steps": 24, "log": True, "tensorboard": True, "max_grad_norm": 1.0, "dataloader": {"batch_size": 2}}
+    more = {
+        "steps": 24,
+        "log": True,
+        "tensorboard": True,
+        "max_grad_norm": 1.0,
+        "dataloader": {"batch_size": 2},
+    }
     config = settings(root, **often, **more)
     with Watched(config) as runner:
-        sys.addaudithook(lambda event, _: runner.events.append(event) if event in ("open", "os.listdir") else None)
+        sys.addaudithook(
+            lambda event, _: (
+                runner.events.append(event) if event in ("open", "os.listdir") else None
+            )
+        )
         for verb in VERBS:
             setattr(dist, verb, counted(getattr(dist, verb), runner.events, verb))
         runner.train()
@@ -57,5 +74,7 @@ def test_nothing_happens_between_two_log_lines_but_the_vote(tmp_path: Path) -> N
         # The first updates start the groups and the reader; the line of the eighth is written behind it, at the ninth.
         for step in (*range(3, 8), *range(10, 16), *range(18, 24)):
             begins = step > 1 and (step - 1) % PASS == 0
-            assert by_update[step - 1] == [*["all_gather_object"] * begins, "all_reduce"], f"update {step}"
+            assert by_update[step - 1] == [*["all_gather_object"] * begins, "all_reduce"], (
+                f"update {step}"
+            )
         assert len(by_update[8]) > 1

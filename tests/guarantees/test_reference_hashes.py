@@ -27,8 +27,15 @@ def test_the_same_code_gives_the_same_hashes(
 
 
 def test_a_difference_is_named_with_its_path() -> None:
-    before = {"fsdp 2": {"rank 1": {"/model/weight": "float32[2] 0a", "/state/step": "5"}, "files": ["latest"]}}
-    after = {"fsdp 2": {"rank 1": {"/model/weight": "float32[2] 0b", "/state/step": "5"}, "files": []}}
+    before = {
+        "fsdp 2": {
+            "rank 1": {"/model/weight": "float32[2] 0a", "/state/step": "5"},
+            "files": ["latest"],
+        }
+    }
+    after = {
+        "fsdp 2": {"rank 1": {"/model/weight": "float32[2] 0b", "/state/step": "5"}, "files": []}
+    }
     assert list(reference_hashes.differences(before, before)) == []
     assert list(reference_hashes.differences(before, after)) == [
         "fsdp 2 | files: ['latest'] before, [] now",

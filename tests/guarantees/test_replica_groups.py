@@ -26,7 +26,9 @@ pytest.importorskip("torchft", reason="torchft is not installed")
 KILLS = share(0.005, otherwise=2)
 LIMIT = 100 + 20 * KILLS
 TRAIN_SIZE = 40
-BATCH_SIZE = 4  # a ragged last batch leaves two samples to each of four ranks, which BatchNorm needs
+BATCH_SIZE = (
+    4  # a ragged last batch leaves two samples to each of four ranks, which BatchNorm needs
+)
 
 
 class GroupRunner(dl.Runner):
@@ -40,7 +42,9 @@ class GroupRunner(dl.Runner):
         self.window_ids: list[int] = []
         self.committed: list[tuple[int, int, list[int]]] = []
         self.heals: list[int] = []
-        self.model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3))
+        self.model = nn.Sequential(
+            nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3)
+        )
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": NoisyPoints(TRAIN_SIZE)}
 
@@ -73,9 +77,17 @@ class GroupRunner(dl.Runner):
 
 
 def settings(root: Path, group: int, stack: str) -> dict[str, Any]:
-    more = {"stack": stack, "fsdp": {"enabled": stack == "parallel"}, "steps": 10**6, "auto_resume": True}
+    more = {
+        "stack": stack,
+        "fsdp": {"enabled": stack == "parallel"},
+        "steps": 10**6,
+        "auto_resume": True,
+    }
     more |= {"dataloader": {"batch_size": BATCH_SIZE, "drop_last": False}}
-    more |= {"scheduler": {"type": "cosine", "total_steps": 10**6}, "checkpoint": {"interval": 20, "keep_latest_k": 2}}
+    more |= {
+        "scheduler": {"type": "cosine", "total_steps": 10**6},
+        "checkpoint": {"interval": 20, "keep_latest_k": 2},
+    }
     ft = {"enabled": True, "replica_id": group, "group_size": 2, "process_group_timeout_ms": 5000}
     return whole_settings(root, **more, ft=ft)
 
@@ -85,7 +97,9 @@ def train(root: Path, group: int, stack: str) -> dict[str, Any]:
         runner.train()
         rates = [entry["lr"] for entry in runner.optimizer.param_groups]
         state = {
-            "model": {name: whole(value).clone() for name, value in runner.model_state_dict().items()},
+            "model": {
+                name: whole(value).clone() for name, value in runner.model_state_dict().items()
+            },
             "optimizer": tree_map_only(Tensor, local_part, runner.optimizer_state_dict()),
             "ema": tree_map_only(Tensor, local_part, runner.ema.state_dict()),
             "scheduler": runner.scheduler.state_dict(),
@@ -109,9 +123,14 @@ def reached(root: Path, group: int, step: int) -> Callable[[], bool]:
     return lambda: step_of(root, group) >= step
 
 
-def expected_ids(committed: list[tuple[int, int, list[int]]], rank: int, world_size: int) -> list[list[int]]:
+def expected_ids(
+    committed: list[tuple[int, int, list[int]]], rank: int, world_size: int
+) -> list[list[int]]:
     """Return the share of every update from the first to the last, read off the order of the whole run."""
-    share, division = Share("train", 3, rank, world_size), Division.of_batches(BATCH_SIZE, world_size)
+    share, division = (
+        Share("train", 3, rank, world_size),
+        Division.of_batches(BATCH_SIZE, world_size),
+    )
     sampler = PositionedBatchSampler(TRAIN_SIZE, share, division, shuffle=True, pad=True)
     shares: list[list[int]] = []
     for epoch in range(committed[-1][1] + 1):
@@ -124,14 +143,21 @@ def expected_ids(committed: list[tuple[int, int, list[int]]], rank: int, world_s
 @pytest.mark.timeout(120 + 20 * KILLS)
 @pytest.mark.parametrize(
     ("stack", "world_size"),
-    [("ddp", 1), *(pytest.param(stack, 2, marks=pytest.mark.slow) for stack in ("parallel", "ddp"))],
+    [
+        ("ddp", 1),
+        *(pytest.param(stack, 2, marks=pytest.mark.slow) for stack in ("parallel", "ddp")),
+    ],
 )
 def test_a_group_is_killed_again_and_again(stack: str, world_size: int, tmp_path: Path) -> None:
     instants = random.Random(f"{stack} {world_size}")
     with (
         Lighthouse() as lighthouse,
-        ReplicaGroup(train, tmp_path, 0, stack, world_size=world_size, lighthouse=lighthouse, timeout=LIMIT) as steady,
-        ReplicaGroup(train, tmp_path, 1, stack, world_size=world_size, lighthouse=lighthouse, timeout=LIMIT) as killed,
+        ReplicaGroup(
+            train, tmp_path, 0, stack, world_size=world_size, lighthouse=lighthouse, timeout=LIMIT
+        ) as steady,
+        ReplicaGroup(
+            train, tmp_path, 1, stack, world_size=world_size, lighthouse=lighthouse, timeout=LIMIT
+        ) as killed,
     ):
         steady.wait_until(reached(tmp_path, 0, 6))
         killed.wait_until(reached(tmp_path, 1, 6))
@@ -168,8 +194,12 @@ def test_a_group_is_killed_again_and_again(stack: str, world_size: int, tmp_path
 def test_restarted_lighthouse_is_asked_again(tmp_path: Path) -> None:
     with (
         Lighthouse() as lighthouse,
-        ReplicaGroup(train, tmp_path, 0, "ddp", world_size=1, lighthouse=lighthouse, timeout=LIMIT) as first,
-        ReplicaGroup(train, tmp_path, 1, "ddp", world_size=1, lighthouse=lighthouse, timeout=LIMIT) as second,
+        ReplicaGroup(
+            train, tmp_path, 0, "ddp", world_size=1, lighthouse=lighthouse, timeout=LIMIT
+        ) as first,
+        ReplicaGroup(
+            train, tmp_path, 1, "ddp", world_size=1, lighthouse=lighthouse, timeout=LIMIT
+        ) as second,
     ):
         first.wait_until(reached(tmp_path, 0, 6))
         second.wait_until(reached(tmp_path, 1, 6))

@@ -37,29 +37,52 @@ def train(config: dict[str, Any], model: dict[str, Any], stop_at: int | None) ->
     with LayoutRunner(config, model=model) as runner:
         runner.stop_at = stop_at
         runner.train()
-        found = {f"model.{canonical_name(name)}": value for name, value in runner.model_state_dict().items()}
+        found = {
+            f"model.{canonical_name(name)}": value
+            for name, value in runner.model_state_dict().items()
+        }
         found |= {f"ema.{name}": value for name, value in runner.ema.weights.items()}
         for name, entry in runner.optimizer_state_dict()["state"].items():
             found |= {f"optimizer.{name}.{key}": value for key, value in entry.items()}
         return {name: whole(value).clone() for name, value in found.items()}
 
 
-def run(root: Path, layout: str, model: dict[str, Any], *, stop_at: int | None = None, resume: str = "") -> Any:
+def run(
+    root: Path, layout: str, model: dict[str, Any], *, stop_at: int | None = None, resume: str = ""
+) -> Any:
     world, axes = LAYOUTS[layout]
     replicas = world if axes is None else axes.get("shard", 1) * axes.get("replicate", 1)
-    base = {"seed": 5, "steps": 5, "accum_steps": 4 if replicas == 3 else 2, "max_grad_norm": 0.05, "log": False}
-    base |= {"evaluate_interval": 5, "try_evaluation": False, "checkpoint": {"interval": 100, "backend": "dcp"}}
+    base = {
+        "seed": 5,
+        "steps": 5,
+        "accum_steps": 4 if replicas == 3 else 2,
+        "max_grad_norm": 0.05,
+        "log": False,
+    }
+    base |= {
+        "evaluate_interval": 5,
+        "try_evaluation": False,
+        "checkpoint": {"interval": 100, "backend": "dcp"},
+    }
     loader = {"batch_size": {1: 12, 2: 6, 3: 2, 4: 3}[replicas]}
-    config = whole_settings("unused", **base, dir=str(root), dataloader=loader, resume=resume or None)
+    config = whole_settings(
+        "unused", **base, dir=str(root), dataloader=loader, resume=resume or None
+    )
     if axes is not None:
         schedule = "ZBVZeroBubble" if layout == "PP V" else "1F1B"
         config |= {"stack": "parallel", "parallel": {"axes": axes, "pipeline_schedule": schedule}}
     ranks = run_processes(train, config, model, stop_at, world_size=world, timeout=100)
-    return {name: value for rank in ranks for name, value in rank.items()}, str(root / "checkpoints/latest")
+    return {name: value for rank in ranks for name, value in rank.items()}, str(
+        root / "checkpoints/latest"
+    )
 
 
 def model_for(*layouts: str, dropout: float = 0.0) -> dict[str, Any]:
-    return {"depth": 4 if "PP V" in layouts else 2, "dropout": dropout, "experts": 4 if "EP" in layouts else 0}
+    return {
+        "depth": 4 if "PP V" in layouts else 2,
+        "dropout": dropout,
+        "experts": 4 if "EP" in layouts else 0,
+    }
 
 
 def gap(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -69,7 +92,14 @@ def gap(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 # The one whose stages lie out of order; experts come and go in a route below.
 @pytest.mark.parametrize(
-    "layout", ["PP V", *(pytest.param(name, marks=pytest.mark.slow) for name in ("EP", "FSDP 2", "TP x FSDP", "PP 2"))]
+    "layout",
+    [
+        "PP V",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("EP", "FSDP 2", "TP x FSDP", "PP 2")
+        ),
+    ],
 )
 def test_resumes_bitwise_at_its_stop(layout: str, tmp_path: Path) -> None:
     model = model_for(layout, dropout=0.2)

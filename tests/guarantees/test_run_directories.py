@@ -31,7 +31,11 @@ def trained(**more: Any) -> Path:
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in sorted(run.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_a_second_start_from_scratch_leaves_the_first_run_as_it_is_and_says_so(
@@ -43,10 +47,17 @@ def test_a_second_start_from_scratch_leaves_the_first_run_as_it_is_and_says_so(
     second, third = trained(), trained()
     assert contents(first) == before
     assert [second.name, third.name] == [f"{first.name}-2", f"{first.name}-3"]
-    assert sum(f"{first} holds an earlier run" in line and str(second) in line for line in caplog.messages) == 1
+    assert (
+        sum(
+            f"{first} holds an earlier run" in line and str(second) in line
+            for line in caplog.messages
+        )
+        == 1
+    )
     # It was said before training began.
     said, begun = (
-        next(i for i, m in enumerate(caplog.messages) if text in m) for text in ("holds an earlier", "Training from")
+        next(i for i, m in enumerate(caplog.messages) if text in m)
+        for text in ("holds an earlier", "Training from")
     )
     assert said < begun
 
@@ -99,14 +110,21 @@ def place_of_rank(config: dict[str, Any]) -> str:
 
 
 def test_all_ranks_of_a_job_share_the_directory_of_rank_0() -> None:
-    first = trained(dataloader={"batch_size": 8})  # as many samples of an update as two ranks with four
-    assert set(run_processes(place_of_rank, settings(), world_size=2)) == {str(first.resolve()) + "-2"}
+    first = trained(
+        dataloader={"batch_size": 8}
+    )  # as many samples of an update as two ranks with four
+    assert set(run_processes(place_of_rank, settings(), world_size=2)) == {
+        str(first.resolve()) + "-2"
+    }
 
 
 def test_named_directory_with_a_run_is_refused_and_nothing_is_written() -> None:
     run = trained(dir="mine")
     before = contents(run)
-    with pytest.raises(ValueError, match=r"(?s)dir='.*mine', which holds one.*auto_resume.*resume.*another directory"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)dir='.*mine', which holds one.*auto_resume.*resume.*another directory",
+    ):
         Small(settings(dir="mine"))
     with pytest.raises(ValueError, match="which holds one"):
         Small(settings(dir="mine", pretrained="mine/checkpoints/latest.pth"))
@@ -120,7 +138,9 @@ def test_resume_from_elsewhere_does_not_overwrite_a_named_directory() -> None:
     second = trained(dir="second")
     before = contents(second)
     for more in ({}, {"auto_resume": True}):
-        with pytest.raises(ValueError, match=r"resume='first/checkpoints/latest.pth', which is elsewhere"):
+        with pytest.raises(
+            ValueError, match=r"resume='first/checkpoints/latest.pth', which is elsewhere"
+        ):
             Small(settings(dir="second", epochs=2, resume="first/checkpoints/latest.pth", **more))
     assert contents(second) == before
 
@@ -128,7 +148,9 @@ def test_resume_from_elsewhere_does_not_overwrite_a_named_directory() -> None:
 def test_looking_needs_no_right_and_training_there_is_refused() -> None:
     run = trained(dir="mine")
     before = contents(run)
-    with Small(settings(dir="mine") | {"checkpoint": {"load_only": True}, "auto_resume": True}) as looker:
+    with Small(
+        settings(dir="mine") | {"checkpoint": {"load_only": True}, "auto_resume": True}
+    ) as looker:
         assert looker.state.train.epoch == 1
     with Small(settings(dir="mine") | {"checkpoint": {"load_only": True}}) as looker:
         looker.load_checkpoint("latest")
@@ -141,9 +163,13 @@ def test_looking_needs_no_right_and_training_there_is_refused() -> None:
 def test_a_second_runner_of_one_process_is_refused_and_a_reader_is_not() -> None:
     with Small(settings(dir="mine")) as runner:
         runner.train()
-        with pytest.raises(RunInUseError, match=rf"process {os.getpid()} on .* since .* this process"):
+        with pytest.raises(
+            RunInUseError, match=rf"process {os.getpid()} on .* since .* this process"
+        ):
             Small(settings(dir="mine", auto_resume=True))
-        with Small(settings(dir="mine", auto_resume=True, checkpoint={"load_only": True})) as reader:
+        with Small(
+            settings(dir="mine", auto_resume=True, checkpoint={"load_only": True})
+        ) as reader:
             assert reader.state.train.epoch == 1
         runner.config.epochs = 2
         runner.train()
@@ -188,14 +214,18 @@ def test_two_processes_in_one_directory_and_the_directory_of_a_killed_one(tmp_pa
     with python(script, "0", "--dir", "mine", "--epochs", "5000", warm=True) as first:
         first.wait_until(latest.exists)
         pid = int(first.output.split()[1])
-        exit_code, output = run_python(script, "0.5", "--dir", "mine", "--auto_resume", "true", warm=True)
+        exit_code, output = run_python(
+            script, "0.5", "--dir", "mine", "--auto_resume", "true", warm=True
+        )
         assert exit_code == 1
         assert f"in use by process {pid} on " in output and "RunInUseError" in output
         assert "waiting up to" in output
         assert first.running
         # One that comes while the first is dying waits for it, and a kill gives the directory back at once: loader workers that are
         # left do not keep it.
-        with python(script, "60", "--dir", "mine", "--auto_resume", "true", "--epochs", "1", warm=True) as second:
+        with python(
+            script, "60", "--dir", "mine", "--auto_resume", "true", "--epochs", "1", warm=True
+        ) as second:
             second.wait_for_output("waiting up to 60 seconds")
             workers = descendants(pid)
             os.kill(pid, 9)

@@ -28,8 +28,14 @@ from danling.checkpoints.file_store import FileStore
 SECRETS = {
     "hub": {"token": "hf-TOPSECRET-0001", "user": "ann"},
     "api_key": "TOPSECRET-0002",
-    "service": {"credentials": {"user": "TOPSECRET-0003", "port": 443}, "db_password": "TOPSECRET-0004"},
-    "dataset": {"sources": [{"url": "s3://data", "access_token": "TOPSECRET-0005"}], "signing": "TOPSECRET-0006"},
+    "service": {
+        "credentials": {"user": "TOPSECRET-0003", "port": 443},
+        "db_password": "TOPSECRET-0004",
+    },
+    "dataset": {
+        "sources": [{"url": "s3://data", "access_token": "TOPSECRET-0005"}],
+        "signing": "TOPSECRET-0006",
+    },
     "secret_keys": ["dataset.signing"],
 }
 KEPT = {"pad_token_id": 7, "num_tokens": "many", "tokenizer": "bert-base"}
@@ -38,7 +44,10 @@ KEPT = {"pad_token_id": 7, "num_tokens": "many", "tokenizer": "bert-base"}
 class Reading(Small):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.own = [self.config.get(name, None) for name in ("hub", "api_key", "service", "dataset", "model")]
+        self.own = [
+            self.config.get(name, None)
+            for name in ("hub", "api_key", "service", "dataset", "model")
+        ]
 
 
 def settings(**more: Any) -> dict[str, Any]:
@@ -56,12 +65,18 @@ def files(root: Path) -> Iterator[Path]:
 
 
 def holders(root: Path, text: str) -> list[str]:
-    return [str(path.relative_to(root)) for path in files(root) if text.encode() in path.read_bytes()]
+    return [
+        str(path.relative_to(root)) for path in files(root) if text.encode() in path.read_bytes()
+    ]
 
 
 def run_with_secrets(backend: str) -> str:
     sys.argv[1:] = ["--hub.token", "hf-TOPSECRET-0001"]
-    more = {"wandb": {"enabled": backend == "file", "mode": "offline"}, "tensorboard": True, "model": KEPT}
+    more = {
+        "wandb": {"enabled": backend == "file", "mode": "offline"},
+        "tensorboard": True,
+        "model": KEPT,
+    }
     checkpoint = {"backend": backend, "last_save_model_only": True}
     return str(trained(settings(dir="mine", checkpoint=checkpoint, **more, **SECRETS)))
 
@@ -82,18 +97,26 @@ def test_no_secret_is_written_anywhere_and_other_text_stays(backend: str) -> Non
 
 def test_a_new_token_makes_no_other_run_and_comes_from_the_new_configuration() -> None:
     one, two = (
-        dl.RunnerConfig(settings(hub={"token": token}, model=KEPT)) for token in ("first-token", "second-token")
+        dl.RunnerConfig(settings(hub={"token": token}, model=KEPT))
+        for token in ("first-token", "second-token")
     )
     assert (
         one.config_id()
         == two.config_id()
         == dl.RunnerConfig(settings(hub={"user": None}, model=KEPT) | {"hub": {}}).config_id()
     )
-    assert one.config_id() != dl.RunnerConfig(settings(model={**KEPT, "tokenizer": "other"})).config_id()
+    assert (
+        one.config_id()
+        != dl.RunnerConfig(settings(model={**KEPT, "tokenizer": "other"})).config_id()
+    )
     run = trained(one)
     two.epochs, two.auto_resume = 2, True
     with Reading(two) as runner:
-        assert (runner.dir, runner.state.train.epoch, runner.config.hub.token) == (run, 1, "second-token")
+        assert (runner.dir, runner.state.train.epoch, runner.config.hub.token) == (
+            run,
+            1,
+            "second-token",
+        )
     latest = run / "checkpoints" / "latest.pth"
     with Reading.from_checkpoint(latest, {"hub": {"token": "third-token"}}) as runner:
         assert runner.config.hub.token == "third-token"
@@ -120,7 +143,11 @@ def test_the_umask_holds_for_every_file() -> None:
 
 
 def git(*words: str) -> None:
-    subprocess.run(["git", "-c", "user.email=a@b.c", "-c", "user.name=n", *words], check=True, capture_output=True)
+    subprocess.run(
+        ["git", "-c", "user.email=a@b.c", "-c", "user.name=n", *words],
+        check=True,
+        capture_output=True,
+    )
 
 
 def test_the_diff_leaves_secrets_out_and_can_be_turned_off() -> None:
@@ -129,7 +156,9 @@ def test_the_diff_leaves_secrets_out_and_can_be_turned_off() -> None:
     git("init", "-q", ".")
     git("add", "-A")
     git("commit", "-qm", "first")
-    Path("train.py").write_text('width = 8\nhub_token = "TOPSECRET-0011"\nlogin("TOPSECRET-0012")\n')
+    Path("train.py").write_text(
+        'width = 8\nhub_token = "TOPSECRET-0011"\nlogin("TOPSECRET-0012")\n'
+    )
     Path(".env").write_text("PLAIN=1\nANYTHING=TOPSECRET-0013\n")
     Path("new.py").write_text('client(api_key="TOPSECRET-0014")\n')
     git("add", "new.py")
@@ -139,7 +168,9 @@ def test_the_diff_leaves_secrets_out_and_can_be_turned_off() -> None:
     assert "+width = 8" in patch.read_text()
     assert yaml.safe_load((run / "metadata" / "git.yaml").read_text())["lines_left_out"] == 5
     git("stash")
-    git("apply", "--check", "--exclude=.env", str(patch.resolve()))  # what is left can still be applied
+    git(
+        "apply", "--check", "--exclude=.env", str(patch.resolve())
+    )  # what is left can still be applied
     git("stash", "pop")
     run = trained(settings(dir="other", git_diff=False))
     assert not (run / "metadata" / "git.diff").exists()
@@ -184,18 +215,29 @@ HOSTILE = {
     "lineage": "../../evil/lineage",
     "init_method": "file://evil/rendezvous",
     "wandb": {"dir": "evil/wandb"},
-    "profiling": {"enabled": True, "wait": 0, "warmup": 0, "active": 1, "trace_dir": "/EVIL/traces"},
+    "profiling": {
+        "enabled": True,
+        "wait": 0,
+        "warmup": 0,
+        "active": 1,
+        "trace_dir": "/EVIL/traces",
+    },
     "heartbeat": {"enabled": True, "dir_name": "../../../evil/heartbeats"},
     "checkpoint": {"dir_name": "../../../evil/names"},
 }
 
 
 def test_places_in_a_crafted_checkpoint_are_not_obeyed(tmp_path: Path) -> None:
-    hostile = {**HOSTILE, "profiling": {**HOSTILE["profiling"], "trace_dir": str(tmp_path / "evil" / "traces")}}  # type: ignore[dict-item]
+    hostile = {
+        **HOSTILE,
+        "profiling": {**HOSTILE["profiling"], "trace_dir": str(tmp_path / "evil" / "traces")},
+    }  # type: ignore[dict-item]
     run = trained(settings(dir="mine"))
     Path("sent").mkdir()
     payload = torch.load(run / "checkpoints" / "latest.pth", weights_only=True)
-    payload["runner"].update({**hostile, "checkpoint": {**payload["runner"]["checkpoint"], **hostile["checkpoint"]}})
+    payload["runner"].update(
+        {**hostile, "checkpoint": {**payload["runner"]["checkpoint"], **hostile["checkpoint"]}}
+    )
     record = newest_record(run / "checkpoints")
     assert record is not None
     store = FileStore(Path("sent"))

@@ -66,9 +66,18 @@ def ended(rank: int) -> dict[str, Any]:
     ("number", "ranks", "where", "arguments"),
     [
         pytest.param(signal.SIGTERM, [1], "train", EPOCHS, id="SIGTERM-one-train"),
-        pytest.param(signal.SIGUSR1, [0, 1], "train", STEPS, id="SIGUSR1-all-train", marks=pytest.mark.slow),
+        pytest.param(
+            signal.SIGUSR1, [0, 1], "train", STEPS, id="SIGUSR1-all-train", marks=pytest.mark.slow
+        ),
         pytest.param(signal.SIGINT, [1], "evaluate", STEPS, id="SIGINT-long-rank-evaluate"),
-        pytest.param(signal.SIGTERM, [0], "evaluate", STEPS, id="SIGTERM-short-rank-evaluate", marks=pytest.mark.slow),
+        pytest.param(
+            signal.SIGTERM,
+            [0],
+            "evaluate",
+            STEPS,
+            id="SIGTERM-short-rank-evaluate",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_signal_stops_all_ranks_and_the_run_goes_on_exactly(
@@ -89,8 +98,12 @@ def test_a_signal_stops_all_ranks_and_the_run_goes_on_exactly(
 
 def every_step_once(steps: int) -> None:
     wanted = list(range(1, steps + 1))
-    assert [record["step"] for record in read_jsonl("run/metrics.jsonl") if "train/loss" in record] == wanted
-    evaluated = [record["step"] for record in read_jsonl("run/metrics.jsonl") if "val/loss" in record]
+    assert [
+        record["step"] for record in read_jsonl("run/metrics.jsonl") if "train/loss" in record
+    ] == wanted
+    evaluated = [
+        record["step"] for record in read_jsonl("run/metrics.jsonl") if "val/loss" in record
+    ]
     assert evaluated == sorted(set(evaluated))
     assert evaluated
     (events,) = Path("run/tensorboard").iterdir()
@@ -118,7 +131,9 @@ def test_torchrun_names_the_failing_rank() -> None:
 
 def test_a_time_budget_stops_in_the_same_way(tmp_path: Path) -> None:
     arguments = ("--epochs", "2")
-    first = run_python(SCRIPT, *arguments, "--max_time", "1.0", environment={"SLOW": "evaluate"}, warm=True)
+    first = run_python(
+        SCRIPT, *arguments, "--max_time", "1.0", environment={"SLOW": "evaluate"}, warm=True
+    )
     assert first.exit_code == 0, first.output
     assert "Stopped: " in first.output
     resumed = run_processes(_train, arguments, str(tmp_path), world_size=1)
@@ -127,7 +142,9 @@ def test_a_time_budget_stops_in_the_same_way(tmp_path: Path) -> None:
 
 def is_pending(pid: int, number: int) -> bool:
     """Return whether a signal was sent to a process and has not reached it."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
     return any(int(status[name], 16) >> (number - 1) & 1 for name in ("SigPnd", "ShdPnd"))
 
 

@@ -77,7 +77,14 @@ class Slow(Timed):
 
 
 def train_slowly(where: str, directory: Path, more: dict[str, Any]) -> None:
-    config = settings(directory, steps=UPDATES, dataloader={"batch_size": 2}, log=True, log_interval=8, log_seconds=0)
+    config = settings(
+        directory,
+        steps=UPDATES,
+        dataloader={"batch_size": 2},
+        log=True,
+        log_interval=8,
+        log_seconds=0,
+    )
     interval = 4 if where == "checkpointing" else 1000
     with Slow({**config, "checkpoint": {"interval": interval}, **more}, where) as runner:
         runner.train()
@@ -106,7 +113,9 @@ def test_the_slow_rank_and_the_cause_are_named(
     run_processes(train_slowly, where, tmp_path, more, world_size=4, timeout=120)
     told = slow_lines(tmp_path)
     words = "waiting for data" if where == "data" else where
-    assert told and all(line.startswith(f"rank {RANK} on ") and line.endswith(f"({words})") for line in told)
+    assert told and all(
+        line.startswith(f"rank {RANK} on ") and line.endswith(f"({words})") for line in told
+    )
     table = rank_table(read_jsonl(tmp_path / "metrics.jsonl"))
     assert (table[0].rank, table[0].cause) == (RANK, where) and table[0].lost > 3 * table[1].lost
     # What was put in, in each update or save; a busy machine adds to it.
@@ -114,13 +123,25 @@ def test_the_slow_rank_and_the_cause_are_named(
     assert 0.6 * put_in < table[0].lost < sum(table[0].seconds.values())
     assert main(["ranks", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:2] == ["rank", "host"] and lines[1].split()[0] == str(RANK) and where in lines[1]
+    assert (
+        lines[0].split()[:2] == ["rank", "host"]
+        and lines[1].split()[0] == str(RANK)
+        and where in lines[1]
+    )
 
 
 def _train_as_rank(rank: int, port: int, directory: Path) -> None:
-    launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    launch = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in launch.items()}, MASTER_ADDR="127.0.0.1")
-    with Slow(settings(directory, steps=24, dataloader={"batch_size": 2}, log_interval=8), "computing", 1) as runner:
+    with Slow(
+        settings(directory, steps=24, dataloader={"batch_size": 2}, log_interval=8), "computing", 1
+    ) as runner:
         runner.train()
 
 
@@ -129,11 +150,17 @@ def test_forked_ranks_wait_in_the_reductions_of_a_backward(tmp_path: Path) -> No
     port = free_port()
     ranks = [fork(_train_as_rank, rank, port, tmp_path) for rank in range(2)]
     try:
-        until(lambda: all(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in ranks))
+        until(
+            lambda: all(
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in ranks
+            )
+        )
     finally:
         codes = [kill(pid) for pid in ranks]
     assert codes == [0, 0]
-    (fast, slow) = sorted(rank_table(read_jsonl(tmp_path / "metrics.jsonl")), key=lambda row: row.rank)
+    (fast, slow) = sorted(
+        rank_table(read_jsonl(tmp_path / "metrics.jsonl")), key=lambda row: row.rank
+    )
     # A busy machine adds to the times of both.
     assert fast.seconds["waiting"] > max(0.5 * 24 * MORE, slow.seconds["waiting"])
     assert slow.cause == "computing" and slow.lost > fast.lost
@@ -152,15 +179,28 @@ def threads_of_one_process(directory: Path) -> list[str]:
     return [name for name in seen if name.startswith("danling-rank")]
 
 
-def test_even_ranks_and_a_run_of_one_process_name_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_even_ranks_and_a_run_of_one_process_name_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_processes(train_slowly, "", tmp_path / "even", {}, world_size=4, timeout=120)
     assert slow_lines(tmp_path / "even") == []
     table = rank_table(read_jsonl(tmp_path / "even" / "metrics.jsonl"))
-    assert sorted(row.rank for row in table) == [0, 1, 2, 3] and all(row.host for row in table if row.seconds)
+    assert sorted(row.rank for row in table) == [0, 1, 2, 3] and all(
+        row.host for row in table if row.seconds
+    )
     assert run_processes(threads_of_one_process, tmp_path / "one", world_size=1) == [[]]
     assert not any("ranks" in line for line in read_jsonl(tmp_path / "one" / "metrics.jsonl"))
-    assert main(["ranks", str(tmp_path / "one")]) == 3 and "comm.slow_rank_share" in capsys.readouterr().err
-    run_processes(train_slowly, "", tmp_path / "off", {"comm": {"slow_rank_share": None}, "steps": 9}, timeout=120)
+    assert (
+        main(["ranks", str(tmp_path / "one")]) == 3
+        and "comm.slow_rank_share" in capsys.readouterr().err
+    )
+    run_processes(
+        train_slowly,
+        "",
+        tmp_path / "off",
+        {"comm": {"slow_rank_share": None}, "steps": 9},
+        timeout=120,
+    )
     assert not any("ranks" in line for line in read_jsonl(tmp_path / "off" / "metrics.jsonl"))
 
 
@@ -172,7 +212,10 @@ class Stuck(Timed):
     """One rank hangs until that was reported."""
 
     def warnings(self) -> int:
-        return sum(file.read_text().count("has not come to its end") for file in (self.dir / "logs").glob("*.log"))
+        return sum(
+            file.read_text().count("has not come to its end")
+            for file in (self.dir / "logs").glob("*.log")
+        )
 
     def until_said(self) -> None:
         end = time.monotonic() + 40.0
@@ -194,7 +237,13 @@ class Stuck(Timed):
 
 def hanging(directory: Path, steps: int, seconds: float, **more: Any) -> dict[str, Any]:
     loader, comm = {"batch_size": 2}, {"hang_warning_seconds": seconds}
-    base = {"dataloader": loader, "log": True, "log_interval": 50, "checkpoint": {"interval": 1000}, "comm": comm}
+    base = {
+        "dataloader": loader,
+        "log": True,
+        "log_interval": 50,
+        "checkpoint": {"interval": 1000},
+        "comm": comm,
+    }
     return settings(directory, steps=steps, **{**base, **more})
 
 
@@ -216,17 +265,28 @@ def reports_of(run: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("where", "rank"), [pytest.param("data", 0, marks=pytest.mark.slow), ("computing", RANK)])
+@pytest.mark.parametrize(
+    ("where", "rank"), [pytest.param("data", 0, marks=pytest.mark.slow), ("computing", RANK)]
+)
 def test_one_warning_names_the_rank_waited_for(where: str, rank: int, tmp_path: Path) -> None:
     run_processes(train_hanging, where, tmp_path, {}, rank, world_size=4, timeout=120)
     ((*_, waiting, last),) = reports_of(tmp_path)
     others = "0, 1, 3" if rank == RANK else "1-3"
-    assert waiting.startswith(f"Ranks {others} on ") and " wait in the reduction of gradients" in waiting
-    assert last.startswith(f"Rank {rank} on ") and Path(__file__).name in last and " in until_said (" in last
+    assert (
+        waiting.startswith(f"Ranks {others} on ")
+        and " wait in the reduction of gradients" in waiting
+    )
+    assert (
+        last.startswith(f"Rank {rank} on ")
+        and Path(__file__).name in last
+        and " in until_said (" in last
+    )
     files = sorted((tmp_path / "hangs").glob("*.txt"))
     # The batch that is read slowly is that of the next update.
     step = AT + (where == "data")
-    assert [file.name for file in files] == [f"step-{step:012d}-rank-{number:05d}.txt" for number in range(4)]
+    assert [file.name for file in files] == [
+        f"step-{step:012d}-rank-{number:05d}.txt" for number in range(4)
+    ]
     inside = files[rank].read_text()
     assert "until_said" in inside and ("in __getitem__" in inside) == (where == "data")
     assert "loss.backward()" in files[1].read_text()
@@ -243,20 +303,34 @@ def test_rank_waiting_for_its_accelerator_is_reported_as_waiting(tmp_path: Path)
     device.run_processes(train_hanging_on_device, tmp_path, world_size=2, timeout=120)
     ((*_, waiting, last),) = reports_of(tmp_path)
     # No frame of it is in communication: the device waits, and the host for that.
-    assert waiting.startswith("Rank 0 on ") and " waits in work of the device, called at " in waiting
-    assert last.startswith("Rank 1 on ") and " is not in it, but at " in last and " in until_said (" in last
+    assert (
+        waiting.startswith("Rank 0 on ") and " waits in work of the device, called at " in waiting
+    )
+    assert (
+        last.startswith("Rank 1 on ")
+        and " is not in it, but at " in last
+        and " in until_said (" in last
+    )
 
 
 def test_rank_in_another_collective_is_named_before_the_time_limit(tmp_path: Path) -> None:
     seconds = round(patience(8.0))
     limit = {"comm": {"train_timeout_seconds": float(seconds), "hang_warning_seconds": None}}
     began = time.monotonic()
-    outcomes = run_outcomes(train_hanging, "another collective", tmp_path, limit, world_size=4, timeout=120)
+    outcomes = run_outcomes(
+        train_hanging, "another collective", tmp_path, limit, world_size=4, timeout=120
+    )
     assert time.monotonic() - began < 100 and any(outcome.error is not None for outcome in outcomes)
     ((head, *_, waiting, last),) = reports_of(tmp_path)
     assert f"A collective may take {seconds} s, after which the job ends" in head
-    assert waiting.startswith("Ranks 0, 1, 3 on ") and " wait in the reduction of gradients" in waiting
-    assert last.startswith(f"Rank {RANK} on ") and " waits in recv, called at " in last and Path(__file__).name in last
+    assert (
+        waiting.startswith("Ranks 0, 1, 3 on ") and " wait in the reduction of gradients" in waiting
+    )
+    assert (
+        last.startswith(f"Rank {RANK} on ")
+        and " waits in recv, called at " in last
+        and Path(__file__).name in last
+    )
 
 
 class StuckInEvaluation(Stuck):
@@ -289,12 +363,18 @@ def evaluate_hanging(directory: Path) -> None:
         runner.train()
 
 
-def test_ranks_that_all_wait_in_an_evaluation_are_reported_also_after_one_update(tmp_path: Path) -> None:
+def test_ranks_that_all_wait_in_an_evaluation_are_reported_also_after_one_update(
+    tmp_path: Path,
+) -> None:
     run_processes(evaluate_hanging, tmp_path, world_size=4, timeout=120)
     ((head, *_, waiting, last),) = reports_of(tmp_path)
     assert "comm.train_timeout_seconds sets after how long" in head
     assert waiting.startswith("Ranks 0, 1, 3 on ") and " wait in all_reduce, called at " in waiting
-    assert last.startswith(f"Rank {RANK} on ") and " waits in recv, called at " in last and Path(__file__).name in last
+    assert (
+        last.startswith(f"Rank {RANK} on ")
+        and " waits in recv, called at " in last
+        and Path(__file__).name in last
+    )
 
 
 class Even(Stuck):

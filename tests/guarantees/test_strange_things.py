@@ -16,7 +16,13 @@ from support.toys import TracingRunner
 from danling.checkpoints import CheckpointDiskError, read_config
 
 FILES = ("metrics.jsonl", "results.json", "latest.json", "best.json")
-DESCRIPTION = ("config.full.yaml", "config.canonical.yaml", "config.diff.yaml", "git.yaml", "git.diff")
+DESCRIPTION = (
+    "config.full.yaml",
+    "config.canonical.yaml",
+    "config.diff.yaml",
+    "git.yaml",
+    "git.diff",
+)
 PLACES = ("dir", "checkpoint_dir", "workspace_root", "log_file")
 
 
@@ -85,9 +91,12 @@ def test_strange_things_in_place_of_files_block_no_restart(
 @pytest.mark.timeout(100)
 # A link in place of the metadata is refused: tests/workspace/test_workspace.py.
 @pytest.mark.parametrize(
-    ("name", "strange"), [("metadata", "named pipes"), ("logs", "links that lead nowhere"), ("logs", "loops of links")]
+    ("name", "strange"),
+    [("metadata", "named pipes"), ("logs", "links that lead nowhere"), ("logs", "loops of links")],
 )
-def test_strange_things_in_place_of_directories_block_no_restart(run: Path, name: str, strange: str) -> None:
+def test_strange_things_in_place_of_directories_block_no_restart(
+    run: Path, name: str, strange: str
+) -> None:
     replaced(run / name, strange)
     assert go_on(run) == (12, 16)
     assert any((run / name).iterdir()) and len(list(run.glob(f"{name}.aside-*"))) == 1

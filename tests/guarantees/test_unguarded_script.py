@@ -49,12 +49,19 @@ def run_script(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "world_size"), [pytest.param("async", 2, marks=pytest.mark.slow), ("async_with_pinned_mem", 2)]
+    ("mode", "world_size"),
+    [pytest.param("async", 2, marks=pytest.mark.slow), ("async_with_pinned_mem", 2)],
 )
-def test_a_script_without_a_guard_runs_once_on_each_rank(tmp_path: Path, mode: str, world_size: int) -> None:
+def test_a_script_without_a_guard_runs_once_on_each_rank(
+    tmp_path: Path, mode: str, world_size: int
+) -> None:
     Path("train.py").write_text(SCRIPT)
     run_processes(run_script, mode, world_size=world_size, timeout=100)
-    assert len(set(Path("runs").read_text().split())) == len(Path("runs").read_text().split()) == world_size
+    assert (
+        len(set(Path("runs").read_text().split()))
+        == len(Path("runs").read_text().split())
+        == world_size
+    )
     manager = make_manager("dcp", Path("elsewhere"))
     assert manager.load_checkpoint("run/checkpoints/latest")["state"]["train"]["global_step"] == 4
 
@@ -122,7 +129,9 @@ def test_a_writer_heeds_no_signals_is_replaced_when_it_dies_and_ends_with_its_ma
     manager.save_checkpoint({"format_version": 1, "state": {"step": 3}}, epoch=0, global_step=3)
     assert asked.wait(60)
     os.kill(first, signal.SIGKILL)
-    with pytest.raises(CheckpointError, match="process that writes checkpoints .* ended by SIGKILL"):
+    with pytest.raises(
+        CheckpointError, match="process that writes checkpoints .* ended by SIGKILL"
+    ):
         manager.wait()
     assert load(manager, "latest") == 2
     save(manager, 4)
@@ -134,7 +143,9 @@ def test_a_writer_heeds_no_signals_is_replaced_when_it_dies_and_ends_with_its_ma
     assert gone(second)
 
 
-def test_broken_python_is_refused_at_construction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_python_is_refused_at_construction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.executable", "")
     with pytest.raises(ValueError, match="Set checkpoint.async_mode='async'"):
         make_manager("dcp", tmp_path, mode="async_with_pinned_mem")

@@ -64,7 +64,11 @@ class Draws:
         self.rng = rng
 
     def __call__(self) -> float:
-        return torch.rand((), generator=self.rng).item() if isinstance(self.rng, torch.Generator) else self.rng.random()
+        return (
+            torch.rand((), generator=self.rng).item()
+            if isinstance(self.rng, torch.Generator)
+            else self.rng.random()
+        )
 
 
 class DrawsLazily(Draws):
@@ -205,7 +209,9 @@ DATASETS: dict[str, Callable[[], Any]] = {
 class Brought(dl.TorchRunner):
     not_saved = ("micro", "seen")
 
-    def __init__(self, config: dict[str, Any], stop_at: int | None = None, fails: bool = False) -> None:
+    def __init__(
+        self, config: dict[str, Any], stop_at: int | None = None, fails: bool = False
+    ) -> None:
         super().__init__(config)
         self.stop_at, self.fails, self.micro = stop_at, fails, 0
         self.seen: list[tuple[list[int], list[float]]] = []
@@ -216,7 +222,11 @@ class Brought(dl.TorchRunner):
             self.datasets = {"train": data}
             return
         workers = self.config["case.workers"]
-        options = {"num_workers": workers, "persistent_workers": self.config["case.persistent"]} if workers else {}
+        options = (
+            {"num_workers": workers, "persistent_workers": self.config["case.persistent"]}
+            if workers
+            else {}
+        )
         self.dataloaders = {"train": LOADERS[way](data, **self.sampling(case, data), **options)}
 
     @staticmethod
@@ -224,7 +234,11 @@ class Brought(dl.TorchRunner):
         if case not in SAMPLERS:
             return {"batch_size": BATCH}
         sampler = SAMPLERS[case](data)
-        return {"batch_sampler": sampler} if "batches" in case else {"sampler": sampler, "batch_size": BATCH}
+        return (
+            {"batch_sampler": sampler}
+            if "batches" in case
+            else {"sampler": sampler, "batch_size": BATCH}
+        )
 
     def build_datasampler(self, split: str, dataset: Any) -> Any:
         case = self.config["case.brought"]
@@ -238,7 +252,11 @@ class Brought(dl.TorchRunner):
         return super().train_step((data["input"], data["target"]))
 
     def step(self) -> Any:
-        if self.stop_at is not None and not self.fails and self.state.train.global_step == self.stop_at - 1:
+        if (
+            self.stop_at is not None
+            and not self.fails
+            and self.state.train.global_step == self.stop_at - 1
+        ):
             self.stop()
         self.micro = 0
         return super().step()
@@ -248,16 +266,30 @@ UPDATES = 9
 """Three epochs of five batches, of which two make an update and one the last."""
 QUICK = [(3, False), (4, True), (8, False)]
 """The end of an epoch, within a window of the next one, and within the last one."""
-STOPS = [(1, False), (2, False), (3, False), (4, False), (4, True), (5, False), (6, False), (7, False), (8, False)]
+STOPS = [
+    (1, False),
+    (2, False),
+    (3, False),
+    (4, False),
+    (4, True),
+    (5, False),
+    (6, False),
+    (7, False),
+    (8, False),
+]
 
 
-def settings(case: str, way: str, workers: int, persistent: bool, step_mode: bool, root: str) -> dict[str, Any]:
+def settings(
+    case: str, way: str, workers: int, persistent: bool, step_mode: bool, root: str
+) -> dict[str, Any]:
     budget: dict[str, Any] = {"steps": UPDATES} if step_mode else {"epochs": 3}
     loader: dict[str, Any] = {"batch_size": BATCH, "drop_last": False} if way == "built" else {}
     if way == "built" and workers:
         loader.update(num_workers=workers, persistent_workers=persistent)
     if "batches" in case:
-        loader = {name: value for name, value in loader.items() if name not in ("batch_size", "drop_last")}
+        loader = {
+            name: value for name, value in loader.items() if name not in ("batch_size", "drop_last")
+        }
     return {
         **budget,
         "seed": 3,
@@ -271,7 +303,9 @@ def settings(case: str, way: str, workers: int, persistent: bool, step_mode: boo
     }
 
 
-def train(config: dict[str, Any], stop_at: int | None = None, fails: bool = False) -> dict[str, Any]:
+def train(
+    config: dict[str, Any], stop_at: int | None = None, fails: bool = False
+) -> dict[str, Any]:
     with Brought(config, stop_at, fails) as runner:
         try:
             runner.train()
@@ -281,7 +315,9 @@ def train(config: dict[str, Any], stop_at: int | None = None, fails: bool = Fals
         return {"seen": list(runner.seen), "step": step, "model": runner.model.state_dict()}
 
 
-def stop_at_each(config: dict[str, Any], root: str, stops: list[tuple[int, bool]]) -> list[dict[str, Any]]:
+def stop_at_each(
+    config: dict[str, Any], root: str, stops: list[tuple[int, bool]]
+) -> list[dict[str, Any]]:
     found = []
     for stop, fails in stops:
         place = {**config, "workspace_root": f"{root}/{stop}{fails}"}
@@ -292,11 +328,24 @@ def stop_at_each(config: dict[str, Any], root: str, stops: list[tuple[int, bool]
     return found
 
 
-def resume_each(config: dict[str, Any], root: str, stops: list[tuple[int, bool]]) -> list[dict[str, Any]]:
-    return [train({**config, "workspace_root": f"{root}/{stop}{fails}", "auto_resume": True}) for stop, fails in stops]
+def resume_each(
+    config: dict[str, Any], root: str, stops: list[tuple[int, bool]]
+) -> list[dict[str, Any]]:
+    return [
+        train({**config, "workspace_root": f"{root}/{stop}{fails}", "auto_resume": True})
+        for stop, fails in stops
+    ]
 
 
-def check(root: Path, case: str, way: str, workers: int, persistent: bool, step_mode: bool, stops: list[Any]) -> None:
+def check(
+    root: Path,
+    case: str,
+    way: str,
+    workers: int,
+    persistent: bool,
+    step_mode: bool,
+    stops: list[Any],
+) -> None:
     config = settings(case, way, workers, persistent, step_mode, str(root / "whole"))
     (whole,) = run_processes(train, config, world_size=1, timeout=120)
     (before,) = run_processes(stop_at_each, config, str(root), stops, world_size=1, timeout=300)
@@ -307,9 +356,14 @@ def check(root: Path, case: str, way: str, workers: int, persistent: bool, step_
         consumed = len(whole["seen"]) - len(rest["seen"])
         assert rest["step"] == UPDATES and 0 < consumed < len(whole["seen"]), (stop, fails)
         if not fails:
-            assert first["step"] == stop and first["seen"] == whole["seen"][:consumed], (stop, fails)
+            assert first["step"] == stop and first["seen"] == whole["seen"][:consumed], (
+                stop,
+                fails,
+            )
         assert rest["seen"] == whole["seen"][consumed:], (stop, fails)
-        assert all(torch.equal(rest["model"][name], value) for name, value in whole["model"].items()), (stop, fails)
+        assert all(
+            torch.equal(rest["model"][name], value) for name, value in whole["model"].items()
+        ), (stop, fails)
 
 
 def matrix() -> list[Any]:
@@ -328,9 +382,16 @@ def matrix() -> list[Any]:
     ways, workers = ("built", "torch", "stateful"), ((0, False), (2, False), (2, True))
     every = [(*a, *b, False) for *a, b in product([*SAMPLERS, *DATASETS], ways, workers)]
     every += [(case, way, 0, False, True) for case, way in product([*SAMPLERS, *DATASETS], ways)]
-    every = [case for case in every if case[0] != "own state" or not case[2]]  # with workers it is refused
+    every = [
+        case for case in every if case[0] != "own state" or not case[2]
+    ]  # with workers it is refused
     slow = [
-        pytest.param(*case, STOPS[1::2] if case[2] else STOPS, marks=pytest.mark.slow, id=f"{case} at every update")
+        pytest.param(
+            *case,
+            STOPS[1::2] if case[2] else STOPS,
+            marks=pytest.mark.slow,
+            id=f"{case} at every update",
+        )
         for case in every
     ]
     return [*(pytest.param(*case, QUICK) for case in quick), *slow]

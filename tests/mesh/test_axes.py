@@ -29,7 +29,9 @@ def test_coordinates_and_ranks_equal_those_counted_out(degrees: dict[str, int], 
         assert axes.coordinate(rank) == place
         for names in [(), ("tensor",), ("replicate", "shard"), ("shard", "pipeline"), AXES]:
             rest = [name for name in AXES if name not in names]
-            together = [r for r, other in enumerate(places) if all(other[n] == place[n] for n in rest)]
+            together = [
+                r for r, other in enumerate(places) if all(other[n] == place[n] for n in rest)
+            ]
             assert axes.ranks(*names, rank=rank) == together
             assert axes.index(*names, rank=rank) == together.index(rank)
 
@@ -72,13 +74,23 @@ def test_a_size_is_divided_or_refused_with_all_axes() -> None:
     assert axes.share(8, "tensor", what="heads") == 4
     assert axes.share(8, "tensor", "context", what="heads") == 2
     for size, names in ((3, ("tensor",)), (6, ("context", "tensor")), (0, ("expert",))):
-        with pytest.raises(ValueError, match=f"heads to be a multiple of {' x '.join(names)} = ") as error:
+        with pytest.raises(
+            ValueError, match=f"heads to be a multiple of {' x '.join(names)} = "
+        ) as error:
             axes.share(size, *names, what="heads")
         assert all(f"{name}=2" in str(error.value) for name in AXES)
 
 
 def test_the_table_of_axes() -> None:
-    assert MESH_ORDER == ("pipeline", "replicate", "shard", "context", "expert", "expert_tensor", "tensor")
+    assert MESH_ORDER == (
+        "pipeline",
+        "replicate",
+        "shard",
+        "context",
+        "expert",
+        "expert_tensor",
+        "tensor",
+    )
     assert sorted(row.mesh_place for row in TRAITS.values()) == list(range(len(TRAITS)))
     assert tuple(AxesConfig().keys()) == AXES
     with pytest.raises(AttributeError, match="reads_datum"):

@@ -63,7 +63,9 @@ class Penalized(dl.Runner):
 
     def train_step(self, data: Any) -> Any:
         pred = self.model(data[0])
-        loss = self.compute_loss(pred, data[1]) + penalty(self.unwrapped_model, is_summed=self.is_summed)
+        loss = self.compute_loss(pred, data[1]) + penalty(
+            self.unwrapped_model, is_summed=self.is_summed
+        )
         self.backward(loss)
         return pred, loss
 
@@ -86,7 +88,9 @@ def train(kind: type[Penalized], config: Mapping[str, Any]) -> tuple[dict[str, T
     logging.getLogger("danling").addHandler(handler)
     with contextlib.closing(handler), kind(config) as runner:
         runner.train()
-        weights = {name: whole(value.detach()).clone() for name, value in runner.model_state_dict().items()}
+        weights = {
+            name: whole(value.detach()).clone() for name, value in runner.model_state_dict().items()
+        }
     return weights, said.getvalue()
 
 
@@ -105,13 +109,17 @@ def by_hand(share: float) -> dict[str, Tensor]:
 
 def of_shards(tmp_path: Path, axes: dict[str, int], **more: Any) -> dict[str, Any]:
     data = {"batch_size": 4 // (2 if len(axes) == 1 else 4), "shuffle": False, "drop_last": False}
-    return settings(tmp_path, epochs=1, dataloader=data, stack="parallel", parallel={"axes": axes}, **more)
+    return settings(
+        tmp_path, epochs=1, dataloader=data, stack="parallel", parallel={"axes": axes}, **more
+    )
 
 
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
 def test_the_form_that_the_warning_names_is_right(axes: dict[str, int], tmp_path: Path) -> None:
     """The last update has one sample: ranks have other weights."""
-    for found, said in run_processes(train, Penalized, of_shards(tmp_path, axes), world_size=2 ** len(axes)):
+    for found, said in run_processes(
+        train, Penalized, of_shards(tmp_path, axes), world_size=2 ** len(axes)
+    ):
         torch.testing.assert_close(found, by_hand(SHARE), rtol=0, atol=1e-12)
         assert said.count("A loss is computed from a parameter that the axis shard divides") == 1
 
@@ -123,7 +131,9 @@ def test_a_gradient_that_is_not_summed_is_named_once(tmp_path: Path) -> None:
 
 
 def test_a_loss_within_the_forward_is_not_named(tmp_path: Path) -> None:
-    for found, said in run_processes(train, Unpenalized, of_shards(tmp_path, {"shard": 2}), world_size=2):
+    for found, said in run_processes(
+        train, Unpenalized, of_shards(tmp_path, {"shard": 2}), world_size=2
+    ):
         torch.testing.assert_close(found, by_hand(0.0), rtol=0, atol=1e-12)
         assert "outside of the forward" not in said
 

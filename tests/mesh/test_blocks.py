@@ -90,7 +90,11 @@ def by_hand(kind: str) -> dict[str, Tensor]:
 
 
 def test_blocks_are_layers_of_inner_lists_without_their_parametrizations() -> None:
-    names = [f"columns.{column}.{layer}" for column, layers in ((0, "01"), (1, ("left", "right"))) for layer in layers]
+    names = [
+        f"columns.{column}.{layer}"
+        for column, layers in ((0, "01"), (1, ("left", "right")))
+        for layer in layers
+    ]
     assert [*find_blocks(Columns())] == names
 
 
@@ -99,7 +103,9 @@ def test_shared_layer_is_one_block() -> None:
 
 
 @pytest.mark.parametrize(("model", "expected_units"), [("columns", 5), ("shared", 4)])
-def test_blocks_train_in_shards_as_in_one_process(model: str, expected_units: int, tmp_path: Path) -> None:
+def test_blocks_train_in_shards_as_in_one_process(
+    model: str, expected_units: int, tmp_path: Path
+) -> None:
     config = settings(
         tmp_path,
         optim={"type": "sgd", "lr": RATE},

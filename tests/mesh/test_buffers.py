@@ -50,17 +50,23 @@ def _trained(place: str, more: dict[str, Any], *stops: int | None) -> tuple[int,
     for stop_at in stops:
         config = {"dir": place, "seed": 1, "log": False, "epochs": 1, "auto_resume": True, **more}
         with Stopping(
-            {**config, "optim": {"type": "sgd", "lr": 0.1}, "dataloader": {"batch_size": 2}}, stop_at
+            {**config, "optim": {"type": "sgd", "lr": 0.1}, "dataloader": {"batch_size": 2}},
+            stop_at,
         ) as runner:
             runner.train()
             with runner.whole_weights():
-                weights = {name: each.detach().clone() for name, each in runner.unwrapped_model.named_parameters()}
+                weights = {
+                    name: each.detach().clone()
+                    for name, each in runner.unwrapped_model.named_parameters()
+                }
             steps = runner.train_state.global_step
     return steps, weights
 
 
 @pytest.mark.parametrize("axis", ["shard", "replicate"])
-def test_ranks_of_a_mesh_read_the_buffers_of_the_first_rank_in_every_update(tmp_path: Path, axis: str) -> None:
+def test_ranks_of_a_mesh_read_the_buffers_of_the_first_rank_in_every_update(
+    tmp_path: Path, axis: str
+) -> None:
     mesh = {"stack": "parallel", "parallel": {"axes": {axis: 2}}}
     expected = run_processes(_trained, str(tmp_path / "ddp"), {"stack": "ddp"}, None)[0]
     whole = run_processes(_trained, str(tmp_path / "whole"), mesh, None)[0]

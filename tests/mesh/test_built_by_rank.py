@@ -26,7 +26,9 @@ def make(seed: int, width: int = 8) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2)).double()
     model[0].register_buffer("drawn", torch.randn(3))
     for dtype in (torch.bool, torch.uint16, torch.float8_e4m3fn):
-        model[0].register_buffer(f"drawn_{dtype}".replace(".", "_"), torch.randint(0, 9, (3,)).to(dtype))
+        model[0].register_buffer(
+            f"drawn_{dtype}".replace(".", "_"), torch.randint(0, 9, (3,)).to(dtype)
+        )
     return model
 
 
@@ -57,14 +59,24 @@ class OnMeta(ByRank):
 def train(kind: type[ByRank], config: Mapping[str, Any]) -> dict[str, Tensor]:
     with kind(config) as runner:
         runner.train()
-        return {name: whole(value.detach()).double() for name, value in runner.model_state_dict().items()}
+        return {
+            name: whole(value.detach()).double()
+            for name, value in runner.model_state_dict().items()
+        }
 
 
 @pytest.mark.parametrize(
     ("axes", "size"),
-    [({"shard": 2}, 4), ({"pipeline": 2}, 8), ({"pipeline": 2, "shard": 2}, 4), ({"replicate": 2, "shard": 2}, 2)],
+    [
+        ({"shard": 2}, 4),
+        ({"pipeline": 2}, 8),
+        ({"pipeline": 2, "shard": 2}, 4),
+        ({"replicate": 2, "shard": 2}, 2),
+    ],
 )
-def test_the_model_of_the_first_rank_is_divided(axes: dict[str, int], size: int, tmp_path: Path) -> None:
+def test_the_model_of_the_first_rank_is_divided(
+    axes: dict[str, int], size: int, tmp_path: Path
+) -> None:
     model = make(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in range(0, 16, 8):
@@ -76,19 +88,27 @@ def test_the_model_of_the_first_rank_is_divided(axes: dict[str, int], size: int,
         epochs=1,
         dataloader={"batch_size": size, "shuffle": False},
         stack="parallel",
-        parallel={"axes": axes, "module_fqns_per_model_part": [["0", "1"], ["2"]] if "pipeline" in axes else None},
+        parallel={
+            "axes": axes,
+            "module_fqns_per_model_part": [["0", "1"], ["2"]] if "pipeline" in axes else None,
+        },
     )
     world_size = 4 if len(axes) == 2 else 2
     found: dict[str, Tensor] = {}
     for of_rank in run_processes(train, ByRank, config, world_size=world_size):
         torch.testing.assert_close(
-            of_rank, {name: model.state_dict()[name].double() for name in of_rank}, rtol=0, atol=1e-12
+            of_rank,
+            {name: model.state_dict()[name].double() for name in of_rank},
+            rtol=0,
+            atol=1e-12,
         )
         found |= of_rank
     assert found.keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize(("kind", "text"), [(OtherWidth, "(9, 4)"), (OnMeta, "on the meta device on number 1")])
+@pytest.mark.parametrize(
+    ("kind", "text"), [(OtherWidth, "(9, 4)"), (OnMeta, "on the meta device on number 1")]
+)
 def test_models_of_other_tensors_are_refused(kind: type[ByRank], text: str, tmp_path: Path) -> None:
     config = settings(tmp_path, epochs=1, stack="parallel", parallel={"axes": {"shard": 2}})
     for outcome in run_outcomes(train, kind, config, world_size=2):

@@ -34,14 +34,21 @@ class Shifting(nn.Module):
         """Positions do not see each other."""
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, shift_labels: Tensor | None = None, **_: Any
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        **_: Any,
     ) -> dict[str, Any]:
         logits = self.head(torch.tanh(self.embedding(input_ids)))
         if labels is None:
             return {"loss": None, "logits": logits}
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten()), "logits": logits}
+        return {
+            "loss": F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten()),
+            "logits": logits,
+        }
 
 
 class Deaf(Shifting):
@@ -63,13 +70,17 @@ def sentences() -> list[dict[str, Tensor]]:
 def packed() -> Any:
     generator = torch.Generator().manual_seed(6)
     sizes = torch.randint(2, 6, (90,), generator=generator).tolist()
-    return dl.data.Packed([torch.randint(VOCABULARY, (size,), generator=generator).tolist() for size in sizes], LENGTH)
+    return dl.data.Packed(
+        [torch.randint(VOCABULARY, (size,), generator=generator).tolist() for size in sizes], LENGTH
+    )
 
 
 class Language(dl.Runner):
     not_saved = ("seen",)
 
-    def __init__(self, config: Mapping[str, Any], model: type[nn.Module], data: Any, stop_at: int = 0) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], model: type[nn.Module], data: Any, stop_at: int = 0
+    ) -> None:
         super().__init__(config)
         self.model = model().double()
         self.datasets = {"train": data, "val": sentences()[:5]}
@@ -88,16 +99,29 @@ class Language(dl.Runner):
 
 
 def config(root: Path, axes: Mapping[str, int], **changes: Any) -> dict[str, Any]:
-    base = {"stack": "parallel", "parallel": {"axes": dict(axes)}, "steps": 3, "dataloader": {"batch_size": 2}}
-    base |= {"optim": {"type": "adamw", "lr": 0.05}, "scheduler": {"type": "constant"}, "log": False}
+    base = {
+        "stack": "parallel",
+        "parallel": {"axes": dict(axes)},
+        "steps": 3,
+        "dataloader": {"batch_size": 2},
+    }
+    base |= {
+        "optim": {"type": "adamw", "lr": 0.05},
+        "scheduler": {"type": "constant"},
+        "log": False,
+    }
     return whole_settings(str(root), **{**base, "evaluate_interval": 3, **changes})
 
 
-def train(settings: Mapping[str, Any], data: Any, stop_at: int = 0) -> tuple[dict[str, Tensor], Any]:
+def train(
+    settings: Mapping[str, Any], data: Any, stop_at: int = 0
+) -> tuple[dict[str, Tensor], Any]:
     """Return the weights, and the whole batches of this rank."""
     with Language(settings, Shifting, data, stop_at) as runner:
         runner.train()
-        return {name: whole(value).clone() for name, value in runner.model_state_dict().items()}, runner.seen
+        return {
+            name: whole(value).clone() for name, value in runner.model_state_dict().items()
+        }, runner.seen
 
 
 def by_hand(seen: list[list[dict[str, Tensor]]], accumulated: int) -> nn.Module:
@@ -119,9 +143,13 @@ CONTEXT = {"context": 2}
 
 @pytest.mark.parametrize("kind", ["sentences", "packed"])
 @pytest.mark.parametrize(
-    "axes", [CONTEXT, pytest.param({"context": 2, "shard": 2}, marks=pytest.mark.slow)], ids=["CP", "CP x FSDP"]
+    "axes",
+    [CONTEXT, pytest.param({"context": 2, "shard": 2}, marks=pytest.mark.slow)],
+    ids=["CP", "CP x FSDP"],
 )
-def test_labels_at_the_edges_of_slices_count(axes: Mapping[str, int], kind: str, tmp_path: Path) -> None:
+def test_labels_at_the_edges_of_slices_count(
+    axes: Mapping[str, int], kind: str, tmp_path: Path
+) -> None:
     data = sentences() if kind == "sentences" else packed()
     ranks = 2 * axes.get("shard", 1)
     first = config(tmp_path, axes, dir=str(tmp_path / "run"), auto_resume=True)
@@ -145,7 +173,9 @@ def _one_of_each(replicas: list[list[dict[str, Tensor]]]) -> list[list[dict[str,
     return found
 
 
-def refused(settings: Mapping[str, Any], model: type[nn.Module], data: Any, criterion: Any, shifts: Any) -> str:
+def refused(
+    settings: Mapping[str, Any], model: type[nn.Module], data: Any, criterion: Any, shifts: Any
+) -> str:
     class Refused(Language):
         def __init__(self) -> None:
             super().__init__(settings, model, data)
@@ -164,7 +194,12 @@ def refused(settings: Mapping[str, Any], model: type[nn.Module], data: Any, crit
         (Shifting, nn.CrossEntropyLoss(), True, sentences, "with a criterion"),
         (Shifting, nn.CrossEntropyLoss(), None, packed, "dl.data.Packed"),
     ],
-    ids=["a model that takes no shifted labels", "a model that does not say", "a criterion", "labels of Packed"],
+    ids=[
+        "a model that takes no shifted labels",
+        "a model that does not say",
+        "a criterion",
+        "labels of Packed",
+    ],
 )
 def test_loss_with_a_shift_of_slices_is_refused(
     model: Any, criterion: Any, shifts: Any, data: Any, said: str, tmp_path: Path

@@ -86,7 +86,13 @@ class MetaRunner(dl.Runner):
 
 
 def config(root: Path | str, axes: Mapping[str, int] | None = None, **more: Any) -> dict[str, Any]:
-    base = {"stack": "parallel", "parallel": {"axes": dict(axes or {})}, "log": False, "steps": 1, "ema": {}}
+    base = {
+        "stack": "parallel",
+        "parallel": {"axes": dict(axes or {})},
+        "log": False,
+        "steps": 1,
+        "ema": {},
+    }
     return whole_settings(root, **{**base, **more})
 
 
@@ -100,21 +106,31 @@ def made(settings: Mapping[str, Any], model: Callable[[], nn.Module]) -> dict[st
         return str(error)
 
 
-@pytest.mark.parametrize("axes", [None, {"replicate": 2}, {"shard": 2}], ids=["one process", "replicate", "shard"])
-def test_weight_left_uninitialised_is_refused_by_name(axes: Mapping[str, int] | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "axes", [None, {"replicate": 2}, {"shard": 2}], ids=["one process", "replicate", "shard"]
+)
+def test_weight_left_uninitialised_is_refused_by_name(
+    axes: Mapping[str, int] | None, tmp_path: Path
+) -> None:
     for model, name in (
         (LeavesBuffer, "table"),
         (LeavesElement, "order"),
         (LeavesMask, "mask"),
         (LeavesScale, "scale"),
     ):
-        for message in run_processes(made, config(tmp_path, axes), model, world_size=2 if axes else 1):
+        for message in run_processes(
+            made, config(tmp_path, axes), model, world_size=2 if axes else 1
+        ):
             assert isinstance(message, str) and f"Received: {name} with" in message
 
 
 def test_value_equal_to_the_filling_by_chance_is_accepted(tmp_path: Path) -> None:
     found = made(config(tmp_path), Model)
-    assert isinstance(found, dict) and found["order"].tolist() == [90, 91, 92, 93, 94] and found["mask"].all()
+    assert (
+        isinstance(found, dict)
+        and found["order"].tolist() == [90, 91, 92, 93, 94]
+        and found["mask"].all()
+    )
     assert found["layer.weight"].isfinite().all()
 
 
@@ -127,11 +143,17 @@ def test_copies_must_be_initialised_on_their_source_rank(tmp_path: Path) -> None
 
 def test_loaded_weights_need_no_initialisation(tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
-    torch.save({name: torch.full_like(value, 2.0) for name, value in Model().state_dict().items()}, weights)
+    torch.save(
+        {name: torch.full_like(value, 2.0) for name, value in Model().state_dict().items()}, weights
+    )
 
     class LeavesWeights(Model):
         def init_weights(self) -> None:
             self.order.zero_()
 
     found = made(config(tmp_path, pretrained=str(weights)), LeavesWeights)
-    assert isinstance(found, dict) and (found["layer.weight"] == 2.0).all() and (found["order"] == 0).all()
+    assert (
+        isinstance(found, dict)
+        and (found["layer.weight"] == 2.0).all()
+        and (found["order"] == 0).all()
+    )

@@ -33,7 +33,12 @@ class Chain(nn.Module):
     [
         [["first", "layers.0", "layers.1", "layers.2"], ["heads"]],
         [["first"], ["layers"], ["heads.norm", "heads.out"]],
-        [["first.0"], ["first.1", "layers.0"], ["layers.1", "layers.2", "heads.norm"], ["heads.out"]],
+        [
+            ["first.0"],
+            ["first.1", "layers.0"],
+            ["layers.1", "layers.2", "heads.norm"],
+            ["heads.out"],
+        ],
     ],
     ids=str,
 )

@@ -61,7 +61,10 @@ class Fitting(dl.Runner):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.model, self.criterion, self.metrics = Divided(), squares, {"distance": distance}
-        self.datasets = {"train": TensorDataset(INPUTS, TARGETS), "val": TensorDataset(INPUTS[:6], TARGETS[:6])}
+        self.datasets = {
+            "train": TensorDataset(INPUTS, TARGETS),
+            "val": TensorDataset(INPUTS[:6], TARGETS[:6]),
+        }
 
 
 class OwnNorm(Fitting):
@@ -84,10 +87,14 @@ class Reporting(Fitting):
         self.log_figures({"norm": self.model.head.weight.detach().norm()})
 
 
-def train(kind: type[Fitting], config: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def train(
+    kind: type[Fitting], config: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with kind(config) as runner:
         runner.train()
-        weights = {name: whole(value.detach()).clone() for name, value in runner.model_state_dict().items()}
+        weights = {
+            name: whole(value.detach()).clone() for name, value in runner.model_state_dict().items()
+        }
         return weights, runner.results[1]
 
 
@@ -106,8 +113,14 @@ def by_hand(norm: float | None = None) -> tuple[dict[str, Tensor], dict[str, dic
             nn.utils.clip_grad_norm_(model.parameters(), LIMIT, norm)
         optimizer.step()
     pred = model(INPUTS[:6]).detach()
-    of_val = {"loss": squares(pred, TARGETS[:6]).item(), "distance": distance(pred, TARGETS[:6]).item()}
-    return dict(model.state_dict()), {"train": {"loss": sum(losses) / 4, "distance": sum(distances) / 4}, "val": of_val}
+    of_val = {
+        "loss": squares(pred, TARGETS[:6]).item(),
+        "distance": distance(pred, TARGETS[:6]).item(),
+    }
+    return dict(model.state_dict()), {
+        "train": {"loss": sum(losses) / 4, "distance": sum(distances) / 4},
+        "val": of_val,
+    }
 
 
 def test_a_loss_of_divided_outputs_is_the_whole_one(tmp_path: Path) -> None:

@@ -32,8 +32,14 @@ def test_policies_of_fsdp() -> None:
         return dl.ParallelRunner.build_offload_policy(runner_with(offload_policy=given))
 
     assert mixed_precision_policy(None) == MixedPrecisionPolicy()
-    given = mixed_precision_policy({"param_dtype": "bf16", "reduce_dtype": "float32", "cast_forward_inputs": False})
-    assert (given.param_dtype, given.reduce_dtype, given.cast_forward_inputs) == (torch.bfloat16, torch.float32, False)
+    given = mixed_precision_policy(
+        {"param_dtype": "bf16", "reduce_dtype": "float32", "cast_forward_inputs": False}
+    )
+    assert (given.param_dtype, given.reduce_dtype, given.cast_forward_inputs) == (
+        torch.bfloat16,
+        torch.float32,
+        False,
+    )
     own = MixedPrecisionPolicy(output_dtype=torch.float16)
     assert mixed_precision_policy(own) is own
     for wrong in ("bf16", {"dtype": "bf16"}, {"param_dtype": "bf17"}):
@@ -129,11 +135,15 @@ def test_an_optimizer_follows_the_names_of_its_parameters() -> None:
 
 def test_communicating_axes_and_axes_without_effect() -> None:
     fsdp = {"reshard_after_forward": True, "blocks": ["Layer"]}
-    config = RunnerConfig({"stack": "parallel", "fsdp": fsdp, "fsdp_notes": {"by": "me"}, "compile": {"enable": True}})
+    config = RunnerConfig(
+        {"stack": "parallel", "fsdp": fsdp, "fsdp_notes": {"by": "me"}, "compile": {"enable": True}}
+    )
 
     def runner_on(topology: Topology) -> Any:
         pipeline = topology.domain("pipeline")
-        return SimpleNamespace(topology=topology, world=LocalDomain(), pipeline_domain=pipeline, config=config)
+        return SimpleNamespace(
+            topology=topology, world=LocalDomain(), pipeline_domain=pipeline, config=config
+        )
 
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
@@ -150,7 +160,9 @@ def test_communicating_axes_and_axes_without_effect() -> None:
     finally:
         dist.destroy_process_group()
     alone = MeshPreparation(runner_on(Topology({})))
-    assert [line.partition(" ")[0] for line in alone.idle_settings()] == ["fsdp.reshard_after_forward"]
+    assert [line.partition(" ")[0] for line in alone.idle_settings()] == [
+        "fsdp.reshard_after_forward"
+    ]
     model = nn.Linear(2, 2)
     assert alone.whole_parameters(model.named_parameters()) is None
     with alone.whole_weights(model, modify=True):

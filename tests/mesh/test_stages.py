@@ -26,11 +26,18 @@ def axes(**degrees: int) -> Axes:
 )
 def test_stages_by_rank(schedule: str, listed: int, stages: list[tuple[int, ...]]) -> None:
     # Pipeline ranks are the slowest of the mesh: with two replicas of each, ranks 0 and 1 hold the same.
-    plans = [StagePlan.of(axes(pipeline=3, replicate=2), rank=r, schedule=schedule, listed=listed) for r in range(6)]
+    plans = [
+        StagePlan.of(axes(pipeline=3, replicate=2), rank=r, schedule=schedule, listed=listed)
+        for r in range(6)
+    ]
     assert [plan.indices for plan in plans] == [each for each in stages for _ in range(2)]
-    assert sorted(index for plan in plans[::2] for index in plan.indices) == list(range(plans[0].number))
+    assert sorted(index for plan in plans[::2] for index in plan.indices) == list(
+        range(plans[0].number)
+    )
     for plan in plans:
-        assert plan.has_first == (0 in plan.indices) and plan.has_last == (plan.number - 1 in plan.indices)
+        assert plan.has_first == (0 in plan.indices) and plan.has_last == (
+            plan.number - 1 in plan.indices
+        )
 
 
 def test_model_unfit_for_a_pipeline_is_refused() -> None:

@@ -41,7 +41,11 @@ def test_one_process_needs_no_group() -> None:
     assert topology.mesh(*AXES) is None and topology.group(*AXES) is None
     for domain in (topology.data, topology.optimizer):
         assert isinstance(domain, LocalDomain) and (domain.rank, domain.size) == (0, 1)
-    assert (topology.degree("tensor"), topology.rank("tensor"), topology.ranks("tensor")) == (1, 0, [0])
+    assert (topology.degree("tensor"), topology.rank("tensor"), topology.ranks("tensor")) == (
+        1,
+        0,
+        [0],
+    )
     with pytest.raises(ValueError, match="world size 1"):
         Topology({"tensor": 2})
 
@@ -52,11 +56,23 @@ def test_largest_world(rank: int) -> None:
         topology = Topology({"replicate": 4, "shard": -1, "pipeline": 4, "tensor": 8})
         axes, mesh = topology.axes, topology.mesh(*AXES)
         assert axes.degree("shard") == 128
-        assert mesh is not None and mesh.mesh_dim_names == ("pipeline", "replicate", "shard", "tensor")
-        assert tuple(mesh.get_coordinate() or ()) == tuple(topology.coordinate[n] for n in axes.active)
+        assert mesh is not None and mesh.mesh_dim_names == (
+            "pipeline",
+            "replicate",
+            "shard",
+            "tensor",
+        )
+        assert tuple(mesh.get_coordinate() or ()) == tuple(
+            topology.coordinate[n] for n in axes.active
+        )
         assert (topology.optimizer.size, topology.optimizer.rank) == (16384, rank)
-        assert (topology.data.size, topology.data.rank) == (512, axes.index("replicate", "shard", rank=rank))
-        assert dist.get_process_group_ranks(topology.data.group) == topology.ranks("replicate", "shard")
+        assert (topology.data.size, topology.data.rank) == (
+            512,
+            axes.index("replicate", "shard", rank=rank),
+        )
+        assert dist.get_process_group_ranks(topology.data.group) == topology.ranks(
+            "replicate", "shard"
+        )
         for axis in axes.active:
             group = topology.group(axis)
             assert group is not None and dist.get_process_group_ranks(group) == topology.ranks(axis)
@@ -79,7 +95,11 @@ def test_axes_of_one_cost_no_communicator() -> None:
         topology = Topology({"replicate": 2, "shard": 4})
         assert topology.data.group is dist.group.WORLD and topology.data.rank == 1
     assert sizes == [2, 4]
-    with fake_world(0, 8), counted_groups() as sizes, pytest.raises(ValueError, match="world size 8"):
+    with (
+        fake_world(0, 8),
+        counted_groups() as sizes,
+        pytest.raises(ValueError, match="world size 8"),
+    ):
         Topology({"shard": 3})
     assert sizes == []
 
@@ -103,7 +123,8 @@ def test_views_are_named_and_ordered() -> None:
 
 
 @pytest.mark.parametrize(
-    "degrees", [{"shard": 2, "context": 2, "tensor": 2}, {"replicate": 2, "pipeline": 2, "expert": 2}]
+    "degrees",
+    [{"shard": 2, "context": 2, "tensor": 2}, {"replicate": 2, "pipeline": 2, "expert": 2}],
 )
 def test_placement_counts_every_loss_and_sample_once(degrees: dict[str, int]) -> None:
     placements, coordinates = [], []
@@ -113,24 +134,40 @@ def test_placement_counts_every_loss_and_sample_once(degrees: dict[str, int]) ->
             place = topology.coordinate
             coordinates.append(place)
             # As the last stage of a pipeline has the loss.
-            placements.append(topology.placement(has_loss=place["pipeline"] == topology.axes.degree("pipeline") - 1))
-            assert placements[-1].metrics.size == topology.axes.degree("replicate", "shard", "context", "pipeline")
-            assert placements[-1].data is topology.data and placements[-1].optimizer is topology.optimizer
+            placements.append(
+                topology.placement(
+                    has_loss=place["pipeline"] == topology.axes.degree("pipeline") - 1
+                )
+            )
+            assert placements[-1].metrics.size == topology.axes.degree(
+                "replicate", "shard", "context", "pipeline"
+            )
+            assert (
+                placements[-1].data is topology.data
+                and placements[-1].optimizer is topology.optimizer
+            )
     counting = [place for place, mine in zip(coordinates, placements) if mine.counts_loss]
     # One rank for every set of samples and positions.
     assert len(counting) == len({(p["replicate"], p["shard"], p["context"]) for p in coordinates})
     sampling = [place for place, mine in zip(coordinates, placements) if mine.counts_samples]
     assert len(sampling) == len({(p["replicate"], p["shard"]) for p in coordinates})
     # Ranks with other positions of the same samples draw different numbers; an optimizer does so for different shards only.
-    own, divided = ([axis for axis in names if axis in degrees] for names in (("context",), ("pipeline", "shard")))
-    assert [mine.forward_place for mine in placements] == [tuple(place[axis] for axis in own) for place in coordinates]
+    own, divided = (
+        [axis for axis in names if axis in degrees]
+        for names in (("context",), ("pipeline", "shard"))
+    )
+    assert [mine.forward_place for mine in placements] == [
+        tuple(place[axis] for axis in own) for place in coordinates
+    ]
     assert [mine.update_place for mine in placements] == [
         tuple(place[axis] for axis in divided) for place in coordinates
     ]
 
 
 def limits_of_groups() -> list[float]:
-    warnings.simplefilter("error", FutureWarning)  # torch 2.15 warns of the name that earlier ones have
+    warnings.simplefilter(
+        "error", FutureWarning
+    )  # torch 2.15 warns of the name that earlier ones have
     dist.init_process_group("gloo", timeout=timedelta(seconds=77))
     topology = Topology({"replicate": 2, "shard": 2})
     groups = [topology.group(axis) for axis in ("replicate", "shard")]

@@ -78,7 +78,9 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 class ChosenRunner(dl.Runner):
     not_saved = ("seen",)
 
-    def __init__(self, config: Mapping[str, Any], plan: Plan, *, together: bool = False, killed_at: int = -1) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], plan: Plan, *, together: bool = False, killed_at: int = -1
+    ) -> None:
         super().__init__(config)
         self.killed_at = killed_at
         self.model = Chosen(together=together).double()
@@ -98,14 +100,20 @@ class ChosenRunner(dl.Runner):
         return super().evaluate_step(data)
 
 
-def train(config: Mapping[str, Any], plan: Plan, together: bool, killed_at: int = -1) -> tuple[dict[str, Tensor], Any]:
+def train(
+    config: Mapping[str, Any], plan: Plan, together: bool, killed_at: int = -1
+) -> tuple[dict[str, Tensor], Any]:
     """Train and return the weights, and what this rank's micro-batches were made of."""
     with ChosenRunner(config, plan, together=together, killed_at=killed_at) as runner:
         runner.train()
-        return {name: whole(value).clone() for name, value in runner.model_state_dict().items()}, runner.seen
+        return {
+            name: whole(value).clone() for name, value in runner.model_state_dict().items()
+        }, runner.seen
 
 
-def by_hand(plan: Plan, seen: Sequence[Sequence[tuple[Tensor, Tensor, Used]]], *, together: bool) -> dict[str, Tensor]:
+def by_hand(
+    plan: Plan, seen: Sequence[Sequence[tuple[Tensor, Tensor, Used]]], *, together: bool
+) -> dict[str, Tensor]:
     """The same updates on one process, in a loop without the library."""
     model = Chosen(together=together).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -123,7 +131,12 @@ def by_hand(plan: Plan, seen: Sequence[Sequence[tuple[Tensor, Tensor, Used]]], *
 def settings(root: Path, axes: Mapping[str, int], plan: Plan, **changes: Any) -> dict[str, Any]:
     recomputes = changes.pop("activation_checkpointing", False)
     parallel = {"axes": dict(axes), "activation_checkpointing": recomputes}
-    base: dict[str, Any] = {"stack": "parallel", "parallel": parallel, "steps": len(plan), "accum_steps": len(plan[0])}
+    base: dict[str, Any] = {
+        "stack": "parallel",
+        "parallel": parallel,
+        "steps": len(plan),
+        "accum_steps": len(plan[0]),
+    }
     loader: dict[str, Any] = {"batch_size": 2}
     if "gradient_sum" in changes:
         loader = {"global_batch_size": 2 * len(plan[0]) * ranks_of(axes), "micro_batch_size": 2}
@@ -164,13 +177,31 @@ RIGHT: dict[str, tuple[Mapping[str, int], Plan, bool, dict[str, Any]]] = {
         False,
         {},
     ),
-    "HSDP, parts of a block that change": (HSDP, alike(4, [(0,), (1,)], [(0, 1), (2,)], [(1,), (1,)]), True, {}),
-    "FSDP, a block that is used twice": (FSDP, alike(2, [(0, 0), (1,)], [(2, 1), (2, 1)]), False, {}),
+    "HSDP, parts of a block that change": (
+        HSDP,
+        alike(4, [(0,), (1,)], [(0, 1), (2,)], [(1,), (1,)]),
+        True,
+        {},
+    ),
+    "FSDP, a block that is used twice": (
+        FSDP,
+        alike(2, [(0, 0), (1,)], [(2, 1), (2, 1)]),
+        False,
+        {},
+    ),
     "FSDP, parts of a block by rank": (FSDP, EVEN_OR_UNEVEN, True, {}),
-    "FSDP, parts of a block by rank, reduced last": (FSDP, EVEN_OR_UNEVEN, True, {"fsdp": {"gradient_sync": "last"}}),
+    "FSDP, parts of a block by rank, reduced last": (
+        FSDP,
+        EVEN_OR_UNEVEN,
+        True,
+        {"fsdp": {"gradient_sync": "last"}},
+    ),
     "HSDP, parts of a block by rank": (
         HSDP,
-        [[[(0,), (1,), (2,), (0, 1)], [(2,), (1,), (1,), (1,)]], [[(0,), (0,), (0,), (1,)], [(0,), (0,), (1,), (1,)]]],
+        [
+            [[(0,), (1,), (2,), (0, 1)], [(2,), (1,), (1,), (1,)]],
+            [[(0,), (0,), (0,), (1,)], [(0,), (0,), (1,), (1,)]],
+        ],
         True,
         {},
     ),
@@ -180,19 +211,27 @@ RIGHT: dict[str, tuple[Mapping[str, int], Plan, bool, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_units_used_by_some_ranks_or_micro_batches_equal_a_loop_by_hand(name: str, tmp_path: Path) -> None:
+def test_units_used_by_some_ranks_or_micro_batches_equal_a_loop_by_hand(
+    name: str, tmp_path: Path
+) -> None:
     axes, plan, together, changes = RIGHT[name]
-    results = run_processes(train, settings(tmp_path, axes, plan, **changes), plan, together, world_size=ranks_of(axes))
+    results = run_processes(
+        train, settings(tmp_path, axes, plan, **changes), plan, together, world_size=ranks_of(axes)
+    )
     expected = by_hand(plan, [seen for _, seen in results], together=together)
     for weights, _ in results:
         assert gap(weights, expected) < 1e-12
 
 
-def test_killed_run_of_hsdp_with_a_block_unused_in_the_last_micro_batch_equals_a_loop(tmp_path: Path) -> None:
+def test_killed_run_of_hsdp_with_a_block_unused_in_the_last_micro_batch_equals_a_loop(
+    tmp_path: Path,
+) -> None:
     axes, plan, together, _ = RIGHT["HSDP, blocks that the last micro-batch does not use"]
     whole_run = settings(tmp_path / "whole", axes, plan)
     seen = [each for _, each in run_processes(train, whole_run, plan, together, world_size=4)]
-    killed = settings(tmp_path / "killed", axes, plan, checkpoint={"interval": 1, "async_mode": "disabled"})
+    killed = settings(
+        tmp_path / "killed", axes, plan, checkpoint={"interval": 1, "async_mode": "disabled"}
+    )
     killed |= {"auto_resume": True, "dir": str(tmp_path / "run")}
     outcomes = run_outcomes(train, killed, plan, together, 2, world_size=4)
     assert any(isinstance(outcome.error, ProcessFailure) for outcome in outcomes)
@@ -211,15 +250,24 @@ def refused(config: Mapping[str, Any], plan: Plan) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("axes", "odd"), [(FSDP, [(0,), (1,)]), (HSDP, [(0,), (0,), (1,), (1,)])], ids=["by shard", "by replica"]
+    ("axes", "odd"),
+    [(FSDP, [(0,), (1,)]), (HSDP, [(0,), (0,), (1,), (1,)])],
+    ids=["by shard", "by replica"],
 )
-def test_ranks_with_different_blocks_end_before_the_update(axes: Any, odd: list[Used], tmp_path: Path) -> None:
+def test_ranks_with_different_blocks_end_before_the_update(
+    axes: Any, odd: list[Used], tmp_path: Path
+) -> None:
     number = ranks_of(axes)
     plan: Plan = [[[(0, 1)] * number] * 2, [[(2,)] * number, odd]]
-    for message, step in run_processes(refused, settings(tmp_path, axes, plan), plan, world_size=number):
+    for message, step in run_processes(
+        refused, settings(tmp_path, axes, plan), plan, world_size=number
+    ):
         assert step == 1 and "fsdp.blocks" in message
         halves = [list(range(number // 2)), list(range(number // 2, number))]
-        assert f"the weights of blocks.0 on ranks {halves[0]}; the weights of blocks.1 on ranks {halves[1]}" in message
+        assert (
+            f"the weights of blocks.0 on ranks {halves[0]}; the weights of blocks.1 on ranks {halves[1]}"
+            in message
+        )
 
 
 class Evaluated(ChosenRunner):
@@ -237,7 +285,9 @@ def evaluate(config: Mapping[str, Any], plan: Plan) -> str:
 def test_ranks_with_different_blocks_in_evaluation_are_named(tmp_path: Path) -> None:
     plan: Plan = [[[(0,), (1,)]]]
     for message in run_processes(evaluate, settings(tmp_path, FSDP, plan), plan):
-        assert "the weights of blocks.0 on ranks [0]; the weights of blocks.1 on ranks [1]" in message
+        assert (
+            "the weights of blocks.0 on ranks [0]; the weights of blocks.1 on ranks [1]" in message
+        )
 
 
 def test_rank_with_more_blocks_is_named_by_the_report_of_a_hang(tmp_path: Path) -> None:
@@ -250,4 +300,6 @@ def test_rank_with_more_blocks_is_named_by_the_report_of_a_hang(tmp_path: Path) 
     lines = log.read_text().splitlines()
     waiting = [line for line in lines if " waits in " in line]
     assert len(waiting) == 2 and any(" of the module blocks." in line for line in waiting)
-    assert any(line.startswith("Not all ranks run the same modules in the same order") for line in lines)
+    assert any(
+        line.startswith("Not all ranks run the same modules in the same order") for line in lines
+    )

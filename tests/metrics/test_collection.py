@@ -64,7 +64,9 @@ def _updated(metrics: Any, sizes: tuple[int, ...] = (3, 5, 1)) -> tuple[MetricSe
 )
 def test_a_callable_may_return_values_a_mean_or_totals(metric: Any) -> None:
     wrapped, pred, target = _updated({"error": metric})
-    assert wrapped.compute()["error"] == pytest.approx(float(_error(pred.double(), target).mean()), abs=1e-6)
+    assert wrapped.compute()["error"] == pytest.approx(
+        float(_error(pred.double(), target).mean()), abs=1e-6
+    )
 
 
 def test_names() -> None:
@@ -132,32 +134,45 @@ def test_computing_leaves_the_states_alone() -> None:
 def test_object_without_the_interface_of_a_metric_is_refused(given: Any) -> None:
     for metrics in (given, {"m": given}):
         with pytest.raises(
-            ValueError, match=r"a callable \(pred, target\) or an object with update, compute and reset"
+            ValueError,
+            match=r"a callable \(pred, target\) or an object with update, compute and reset",
         ):
             MetricSet.wrap(metrics)
 
 
 @pytest.mark.parametrize("value", [torch.ones(2, 2), torch.ones(3), None, {"a": 1.0}, "x"])
 def test_impossible_results_of_a_callable_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="metric 'm' to return a mean, one value for each of 2 samples, or"):
+    with pytest.raises(
+        ValueError, match="metric 'm' to return a mean, one value for each of 2 samples, or"
+    ):
         MetricSet.wrap({"m": lambda pred, target: value}).update(torch.ones(2), torch.ones(2), 2)
 
 
 def test_unmergeable_metric_is_refused_before_any_work() -> None:
-    with pytest.raises(ValueError, match="metric 'max' to have torchmetrics states or merge_state.* over 2 ranks"):
+    with pytest.raises(
+        ValueError, match="metric 'max' to have torchmetrics states or merge_state.* over 2 ranks"
+    ):
         MetricSet.wrap({"acc": accuracy, "max": Largest()}, domain=Ranks())
     MetricSet.wrap({"acc": accuracy, "auc": BinaryAUROC()}, domain=Ranks())
 
 
 @pytest.mark.parametrize(
     "metric",
-    [accuracy, lambda pred, target: pred.argmax(-1) == target, lambda pred, target: pred.numpy() == target, Largest()],
+    [
+        accuracy,
+        lambda pred, target: pred.argmax(-1) == target,
+        lambda pred, target: pred.numpy() == target,
+        Largest(),
+    ],
     ids=["raises", "compares", "compares arrays", "object"],
 )
 def test_metric_without_its_target_names_the_source_of_targets(metric: Any) -> None:
     if isinstance(metric, Largest):
         metric.update = lambda pred, target: target.max()  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"Expected a target for metric 'acc'.*\(input, target\), or the key 'target'"):
+    with pytest.raises(
+        ValueError,
+        match=r"Expected a target for metric 'acc'.*\(input, target\), or the key 'target'",
+    ):
         MetricSet.wrap({"acc": metric}).update(torch.rand(4, 3), None, 4)
 
 

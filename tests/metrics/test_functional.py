@@ -14,10 +14,16 @@ def _ratio(totals: tuple[torch.Tensor | float, torch.Tensor | float]) -> float:
 def test_figures_equal_those_of_scikit_learn() -> None:
     pred, target = torch.randn(50, 7), torch.randint(0, 7, (50,))
     assert _ratio(accuracy(pred, target)) == reference.accuracy_score(target, pred.argmax(-1))
-    assert _ratio(top_k_accuracy(pred, target, 3)) == pytest.approx(reference.top_k_accuracy_score(target, pred, k=3))
+    assert _ratio(top_k_accuracy(pred, target, 3)) == pytest.approx(
+        reference.top_k_accuracy_score(target, pred, k=3)
+    )
     values = torch.randn(50, 7)
-    assert _ratio(mean_squared_error(pred, values)) == pytest.approx(reference.mean_squared_error(values, pred))
-    assert _ratio(mean_absolute_error(pred, values)) == pytest.approx(reference.mean_absolute_error(values, pred))
+    assert _ratio(mean_squared_error(pred, values)) == pytest.approx(
+        reference.mean_squared_error(values, pred)
+    )
+    assert _ratio(mean_absolute_error(pred, values)) == pytest.approx(
+        reference.mean_absolute_error(values, pred)
+    )
 
 
 def test_classes_may_come_second_or_last() -> None:
@@ -50,6 +56,8 @@ def test_ignored_targets_are_neither_right_nor_counted(ignore_index: int, classe
     target[::3] = ignore_index
     given = torch.where(target == ignore_index, target, pred.argmax(1)) if classes else pred
     guesses = [int(guess) for guess in (given if classes else pred.argmax(1))]
-    counts = [(guess, true) for guess, true in zip(guesses, target.tolist()) if true != ignore_index]
+    counts = [
+        (guess, true) for guess, true in zip(guesses, target.tolist()) if true != ignore_index
+    ]
     correct = sum(guess == true for guess, true in counts)
     assert tuple(map(int, accuracy(given, target, ignore_index))) == (correct, len(counts))

@@ -19,7 +19,12 @@ def test_means_are_weighted_and_divided_once() -> None:
     assert meters.averages() == {"acc": 2.5 / 4, "loss": 2.5}
     assert meters.totals() == {"acc": (2.5, 4.0), "loss": (10.0, 4.0)}
     assert (meters["loss"].sum, meters["loss"].weight, meters["loss"].average) == (10.0, 4.0, 2.5)
-    assert len(meters) == 2 and "loss" in meters and "f1" not in meters and list(meters) == ["loss", "acc"]
+    assert (
+        len(meters) == 2
+        and "loss" in meters
+        and "f1" not in meters
+        and list(meters) == ["loss", "acc"]
+    )
 
 
 def test_sums_are_float64() -> None:
@@ -85,7 +90,9 @@ def test_values_on_a_device_are_not_waited_for() -> None:
     meters.update({"acc": 0.5}, weight=on_device(2.0))
     with pytest.raises(ValueError, match="single number"):
         meters.update({"loss": torch.ones(3).as_subclass(_FakeAccelerator)})
-    assert isinstance(meters["loss"].sum, torch.Tensor) and meters["loss"].sum.dtype == torch.float64
+    assert (
+        isinstance(meters["loss"].sum, torch.Tensor) and meters["loss"].sum.dtype == torch.float64
+    )
     assert meters.averages() == {"acc": 0.5, "loss": 2.5}
 
 
@@ -97,7 +104,9 @@ def test_totals_made_in_inference_mode_go_on_outside() -> None:
     assert meters.averages() == {"loss": 2.0}
 
 
-def _averages(values: list[list[tuple[str, float, float]]]) -> tuple[dict[str, float], dict[str, list[float]]]:
+def _averages(
+    values: list[list[tuple[str, float, float]]],
+) -> tuple[dict[str, float], dict[str, list[float]]]:
     domain, meters = Domain(), Meters()
     for name, value, weight in values[domain.rank]:
         meters.update({name: value}, weight)
@@ -106,9 +115,13 @@ def _averages(values: list[list[tuple[str, float, float]]]) -> tuple[dict[str, f
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_means_over_ranks_with_different_names_or_none(world_size: int) -> None:
-    values = [[("loss", 2.0, 3.0), ("b", 1.0, 1.0)], [("a", 5.0, 2.0), ("loss", 4.0, 1.0)], []][-world_size:]
+    values = [[("loss", 2.0, 3.0), ("b", 1.0, 1.0)], [("a", 5.0, 2.0), ("loss", 4.0, 1.0)], []][
+        -world_size:
+    ]
     results = run_processes(_averages, values, world_size=world_size, init_process_group=True)
     expected = {1: {}, 2: {"a": 5.0, "loss": 4.0}, 3: {"a": 5.0, "b": 1.0, "loss": 2.5}}[world_size]
     assert [averages for averages, _ in results] == [expected] * world_size
     # The local sums are untouched.
-    assert [state for _, state in results] == [{n: [v * w, w] for n, v, w in mine} for mine in values]
+    assert [state for _, state in results] == [
+        {n: [v * w, w] for n, v, w in mine} for mine in values
+    ]

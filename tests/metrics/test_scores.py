@@ -14,25 +14,43 @@ def _record(board: ScoreBoard, index: int, score: float) -> bool:
 
 FALLING = """loss val_loss crossentropyloss CrossEntropyLoss error error_rate MeanSquaredError rmse perplexity ppl word-error-rate wer
 loss.total hammingdistance bits_per_char FID cross_entropy brier_score"""
-RISING = "accuracy acc f1 auroc BLEU answer_f1 cancer_recall power r2 mAP iou error_detection_accuracy"
+RISING = (
+    "accuracy acc f1 auroc BLEU answer_f1 cancer_recall power r2 mAP iou error_detection_accuracy"
+)
 
 
 def test_losses_errors_and_perplexities_fall_and_others_rise() -> None:
-    assert {name for name in f"{FALLING} {RISING}".split() if infer_mode(name) == "min"} == set(FALLING.split())
+    assert {name for name in f"{FALLING} {RISING}".split() if infer_mode(name) == "min"} == set(
+        FALLING.split()
+    )
 
 
 def test_best_is_kept_and_later_scores_are_counted() -> None:
     board = ScoreBoard("loss", split="val")
-    assert [_record(board, i, s) for i, s in enumerate([3.0, 2.0, 2.5, 2.0])] == [True, True, False, False]
+    assert [_record(board, i, s) for i, s in enumerate([3.0, 2.0, 2.5, 2.0])] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert (board.best_index, board.best_score) == (1, 2.0)
     assert board.scores == {0: 3.0, 1: 2.0, 2: 2.5, 3: 2.0}
 
 
 def test_better_score_follows_mode_and_delta_and_is_never_nan() -> None:
     board = ScoreBoard("acc", split="val", mode="MAX", min_delta=0.125)
-    assert [_record(board, i, s) for i, s in enumerate([0.5, 0.6, 0.625, 0.64])] == [True, False, False, True]
+    assert [_record(board, i, s) for i, s in enumerate([0.5, 0.6, 0.625, 0.64])] == [
+        True,
+        False,
+        False,
+        True,
+    ]
     board = ScoreBoard("loss", split="val")
-    assert [_record(board, i, s) for i, s in enumerate([math.nan, 5.0, math.nan])] == [False, True, False]
+    assert [_record(board, i, s) for i, s in enumerate([math.nan, 5.0, math.nan])] == [
+        False,
+        True,
+        False,
+    ]
     assert board.best_index == 1
     assert _record(board, 1, 2.0) and _record(board, 1, 2.0) and not _record(board, 2, 3.0)
     assert list(board.scores) == [0, 1, 2]  # one that is recorded again counts once

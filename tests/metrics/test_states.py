@@ -104,9 +104,13 @@ def _expected(samples: int) -> dict[str, float]:
 
     pred, target = _data(samples)
     classes = pred.argmax(-1)
-    precision, recall, f1, _ = reference.precision_recall_fscore_support(target, classes, average="macro")
+    precision, recall, f1, _ = reference.precision_recall_fscore_support(
+        target, classes, average="macro"
+    )
     share = pred.softmax(-1)
-    auroc = reference.roc_auc_score(target, share.double() / share.double().sum(-1, keepdim=True), multi_class="ovr")
+    auroc = reference.roc_auc_score(
+        target, share.double() / share.double().sum(-1, keepdim=True), multi_class="ovr"
+    )
     correct = reference.accuracy_score(target, classes)
     each = reference.recall_score(target, classes, average=None)
     loss = float(torch.nn.functional.cross_entropy(pred.double(), target))
@@ -134,7 +138,12 @@ def _even(samples: int, world_size: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 100), (2, 4), (3, 4)])
 def test_figures_equal_the_whole_sets_in_every_layout(world_size: int, batch_size: int) -> None:
     results = run_processes(
-        _evaluate, 47, batch_size, _even(47, world_size), world_size=world_size, init_process_group=world_size > 1
+        _evaluate,
+        47,
+        batch_size,
+        _even(47, world_size),
+        world_size=world_size,
+        init_process_group=world_size > 1,
     )
     assert results[0] == pytest.approx(_expected(47), abs=1e-6)
     assert all(result == results[0] for result in results)
@@ -144,7 +153,9 @@ def test_figures_equal_the_whole_sets_in_every_layout(world_size: int, batch_siz
 
 @pytest.mark.parametrize("shares", [[(0, 0), (0, 47)], [(0, 9), (9, 9), (9, 47)]])
 def test_an_empty_shard_does_not_hang_and_weighs_nothing(shares: list[tuple[int, int]]) -> None:
-    results = run_processes(_evaluate, 47, 8, shares, world_size=len(shares), init_process_group=True)
+    results = run_processes(
+        _evaluate, 47, 8, shares, world_size=len(shares), init_process_group=True
+    )
     assert results[0] == pytest.approx(_expected(47), abs=1e-6)
     assert all(result == results[0] for result in results)
 
@@ -171,6 +182,6 @@ def _statistics(shares: list[tuple[int, int]]) -> dict[str, float]:
 @pytest.mark.parametrize("shares", [[(0, 11), (11, 20), (20, 31)], [(0, 31), (0, 0), (0, 0)]])
 def test_metrics_with_reductions_of_their_own(shares: list[tuple[int, int]]) -> None:
     alone = run_processes(_statistics, [(0, 31)], world_size=1)[0]
-    assert run_processes(_statistics, shares, world_size=3, init_process_group=True)[0] == pytest.approx(
-        alone, abs=1e-5
-    )
+    assert run_processes(_statistics, shares, world_size=3, init_process_group=True)[
+        0
+    ] == pytest.approx(alone, abs=1e-5)

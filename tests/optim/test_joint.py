@@ -29,7 +29,9 @@ class Pair(nn.Module):
 
 
 def members(model: Pair) -> tuple[Adam, SGD]:
-    return Adam(model.first.parameters(), lr=0.1), SGD(model.second.parameters(), lr=0.2, momentum=0.9)
+    return Adam(model.first.parameters(), lr=0.1), SGD(
+        model.second.parameters(), lr=0.2, momentum=0.9
+    )
 
 
 def train(model: Pair, optimizers: list[torch.optim.Optimizer], steps: int) -> None:
@@ -83,7 +85,9 @@ def test_refuses_a_shared_parameter_no_member_and_a_closure() -> None:
         JointOptimizer(Adam(model.parameters()), SGD(model.second.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="0 without a name and 0 by name"):
         JointOptimizer()
-    with pytest.raises(ValueError, match="every member to be a torch.optim.Optimizer. Received: 'adam'"):
+    with pytest.raises(
+        ValueError, match="every member to be a torch.optim.Optimizer. Received: 'adam'"
+    ):
         JointOptimizer(generator="adam")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no closure"):
         JointOptimizer(*members(model)).step(lambda: 0.0)
@@ -115,7 +119,9 @@ def pickled(optimizer: JointOptimizer) -> JointOptimizer:
     return found
 
 
-@pytest.mark.parametrize("change", [lambda joint: joint, loaded_into_members, extended, copied, pickled])
+@pytest.mark.parametrize(
+    "change", [lambda joint: joint, loaded_into_members, extended, copied, pickled]
+)
 def test_state_and_groups_are_those_of_the_members_at_any_time(
     change: Callable[[JointOptimizer], JointOptimizer],
 ) -> None:
@@ -123,7 +129,9 @@ def test_state_and_groups_are_those_of_the_members_at_any_time(
     optimizer = change(stepped(model))
     first, second = optimizer.optimizers
     groups = [*first.param_groups, *second.param_groups]
-    assert len(groups) >= 2 and [id(group) for group in optimizer.param_groups] == [id(group) for group in groups]
+    assert len(groups) >= 2 and [id(group) for group in optimizer.param_groups] == [
+        id(group) for group in groups
+    ]
     assert dict(optimizer.state) == {**first.state, **second.state} and len(optimizer.state) == 4
     for member in (first, second):
         for parameter, state in member.state.items():
@@ -139,7 +147,11 @@ def test_looking_at_a_state_that_has_not_begun_leaves_none() -> None:
     model = Pair()
     optimizer = JointOptimizer(*members(model))
     weight = model.first.weight
-    assert not optimizer.state and weight not in optimizer.state and optimizer.state.get(weight) is None
+    assert (
+        not optimizer.state
+        and weight not in optimizer.state
+        and optimizer.state.get(weight) is None
+    )
     assert not optimizer.state_dict()["state"]
     optimizer.state[weight]["mine"] = 1
     assert optimizer.optimizers[0].state[weight] == {"mine": 1}
@@ -147,7 +159,9 @@ def test_looking_at_a_state_that_has_not_begun_leaves_none() -> None:
         optimizer.state[torch.zeros(1)]
 
 
-@pytest.mark.parametrize("kind", [JointOptimizer, lambda adam, sgd: Adam([*adam.param_groups[0]["params"]])])
+@pytest.mark.parametrize(
+    "kind", [JointOptimizer, lambda adam, sgd: Adam([*adam.param_groups[0]["params"]])]
+)
 def test_state_that_has_not_begun_is_set_and_removed_as_that_of_one_optimizer(
     kind: Callable[..., torch.optim.Optimizer],
 ) -> None:
@@ -178,7 +192,9 @@ def test_hooks_of_saving_and_loading_are_called() -> None:
     optimizer, seen = stepped(Pair()), list[str]()
     optimizer.register_state_dict_pre_hook(lambda _: seen.append("save"))
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1})
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(f"load {state['mine']}"))
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: seen.append(f"load {state['mine']}")
+    )
     optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == ["save", "load 1", "loaded"]
@@ -197,9 +213,15 @@ def test_states_keep_their_dtypes_where_torch_would_cast_them() -> None:
     parameters = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer = JointOptimizer(*(Adam([parameter]) for parameter in parameters))
     for parameter in parameters:
-        state = {"step": torch.tensor(1.0), "exp_avg": torch.full((2,), 1 / 3), "exp_avg_sq": torch.ones(2)}
+        state = {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.full((2,), 1 / 3),
+            "exp_avg_sq": torch.ones(2),
+        }
         optimizer.state[parameter].update(state)
     saved = copy.deepcopy(optimizer.state_dict())
     with own_dtypes(optimizer):
         optimizer.load_state_dict(saved)
-    assert all(torch.equal(optimizer.state[p]["exp_avg"], torch.full((2,), 1 / 3)) for p in parameters)
+    assert all(
+        torch.equal(optimizer.state[p]["exp_avg"], torch.full((2,), 1 / 3)) for p in parameters
+    )

@@ -42,8 +42,14 @@ def test_evaluation_weights_set_by_the_program_or_a_context_stay() -> None:
     with evaluation_weights(optimizer):
         with evaluation_weights(optimizer):
             assert values(weight) == [6.0, 2.0]
-        assert values(weight) == [6.0, 2.0] and not optimizer.trains and not training_weights(optimizer)
-    assert values(weight) == [3.0, 1.0] and optimizer.trains and len(training_weights(optimizer)) == 1
+        assert (
+            values(weight) == [6.0, 2.0]
+            and not optimizer.trains
+            and not training_weights(optimizer)
+        )
+    assert (
+        values(weight) == [3.0, 1.0] and optimizer.trains and len(training_weights(optimizer)) == 1
+    )
     optimizer.eval()
     with evaluation_weights(optimizer):
         assert values(weight) == [6.0, 2.0]

@@ -18,7 +18,12 @@ from danling.optim.matrices import matrices_of
 from danling.optim.muon import ShardedMuon
 from danling.optim.registry import build_optimizer
 
-OPTIM = {"type": "muon", "lr": 0.05, "weight_decay": 0.1, "adamw": {"lr": 3e-3, "weight_decay": 0.2}}
+OPTIM = {
+    "type": "muon",
+    "lr": 0.05,
+    "weight_decay": 0.1,
+    "adamw": {"lr": 3e-3, "weight_decay": 0.2},
+}
 
 
 def names(model: nn.Module) -> list[str]:
@@ -28,7 +33,11 @@ def names(model: nn.Module) -> list[str]:
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.norm = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.LayerNorm(4)
+        self.first, self.second, self.norm = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4, bias=False),
+            nn.LayerNorm(4),
+        )
         self.bias_of_position = nn.Embedding(3, 4)
 
 
@@ -48,7 +57,9 @@ def test_matrices_are_those_in_layers_of_a_list() -> None:
     }
     gpt = GPT(VOCABULARY, context=LENGTH, width=16, depth=2, heads=4)
     found = matrices_of(gpt, names(gpt))
-    assert found == {name for name, p in gpt.named_parameters() if p.ndim == 2 and name.startswith("blocks.")}
+    assert found == {
+        name for name, p in gpt.named_parameters() if p.ndim == 2 and name.startswith("blocks.")
+    }
 
 
 def test_a_tied_weight_is_an_embedding() -> None:
@@ -66,11 +77,17 @@ def test_a_tied_weight_is_an_embedding() -> None:
         (nn.Identity(), "project.weight"),
     ],
 )
-def test_ambiguous_matrix_is_refused_and_a_pattern_decides(layers: nn.Module, received: str) -> None:
+def test_ambiguous_matrix_is_refused_and_a_pattern_decides(
+    layers: nn.Module, received: str
+) -> None:
     model = Model(layers)
-    with pytest.raises(ValueError, match=f"Received: optim.matrices=None, and {received}.* Set optim.matrices"):
+    with pytest.raises(
+        ValueError, match=f"Received: optim.matrices=None, and {received}.* Set optim.matrices"
+    ):
         matrices_of(model, names(model))
-    expected = {name for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name}
+    expected = {
+        name for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name
+    }
     expected = {name for name in expected if "bias_of_position" not in name and "head" not in name}
     assert matrices_of(model, names(model), [r"^parts\.h\.|^project", "project"]) == expected
     with pytest.raises(ValueError, match=r"Received: 'norm|embedding'"):
@@ -100,12 +117,19 @@ def test_one_rate_serves_both_if_torch_matches_them(tmp_path: Path) -> None:
     class Matched(dl.Runner):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            self.model, self.criterion, self.datasets = model, nn.CrossEntropyLoss(), {"train": Sentences(4)}
+            self.model, self.criterion, self.datasets = (
+                model,
+                nn.CrossEntropyLoss(),
+                {"train": Sentences(4)},
+            )
 
     optim = {"type": "muon", "lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"}
     with Matched(settings(tmp_path, optim=optim)) as runner:
         assert {group["lr"] for group in runner.optimizer.param_groups} == {1e-3}
-        assert [type(member) for member in runner.optimizer.optimizers] == [ShardedMuon, torch.optim.AdamW]
+        assert [type(member) for member in runner.optimizer.optimizers] == [
+            ShardedMuon,
+            torch.optim.AdamW,
+        ]
 
 
 def test_layout_without_whole_matrices_is_refused() -> None:
@@ -113,7 +137,9 @@ def test_layout_without_whole_matrices_is_refused() -> None:
     device = torch.device("cpu")
     built = build_optimizer(OPTIM, model.named_parameters, model=model, device=device)
     check_trainable(model, None, built, 0)
-    with pytest.raises(ValueError, match="ZeRO divides flat parameters. Received: ShardedMuon with .*stage=1"):
+    with pytest.raises(
+        ValueError, match="ZeRO divides flat parameters. Received: ShardedMuon with .*stage=1"
+    ):
         check_trainable(model, None, built, 1)
     whole = dict.fromkeys(names(model), True)
     with pytest.raises(ValueError, match="Received: parallel.axes.pipeline above 1"):
@@ -121,15 +147,28 @@ def test_layout_without_whole_matrices_is_refused() -> None:
 
 
 def settings(root: Path, **more: Any) -> dict[str, Any]:
-    base = {"dir": str(root), "seed": 2, "epochs": 2, "optim": OPTIM, "max_grad_norm": 0.7, "log": False}
-    return {**base, "dataloader": {"global_batch_size": 12, "micro_batch_size": 3, "drop_last": False}, **more}
+    base = {
+        "dir": str(root),
+        "seed": 2,
+        "epochs": 2,
+        "optim": OPTIM,
+        "max_grad_norm": 0.7,
+        "log": False,
+    }
+    return {
+        **base,
+        "dataloader": {"global_batch_size": 12, "micro_batch_size": 3, "drop_last": False},
+        **more,
+    }
 
 
 def by_hand(gradients: list[dict[str, Tensor]], weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights after updates with these gradients, by torch's own optimizers over whole tensors."""
     parameters = {name: nn.Parameter(value.clone()) for name, value in weights.items()}
     hidden = [p for name, p in parameters.items() if name.startswith("blocks.") and p.ndim == 2]
-    others = [p for name, p in parameters.items() if not (name.startswith("blocks.") and p.ndim == 2)]
+    others = [
+        p for name, p in parameters.items() if not (name.startswith("blocks.") and p.ndim == 2)
+    ]
     muon = torch.optim.Muon(hidden, lr=0.05, weight_decay=0.1)
     adamw = torch.optim.AdamW(others, lr=3e-3, weight_decay=0.2)
     for of_update in gradients:
@@ -143,7 +182,9 @@ def by_hand(gradients: list[dict[str, Tensor]], weights: dict[str, Tensor]) -> d
 
 def start(root: Path) -> dict[str, Tensor]:
     (rank,) = run_processes(
-        run_layout, settings(root, epochs=1, optim={**OPTIM, "lr": 0.0, "adamw": {"lr": 0.0}}), world_size=1
+        run_layout,
+        settings(root, epochs=1, optim={**OPTIM, "lr": 0.0, "adamw": {"lr": 0.0}}),
+        world_size=1,
     )
     weights: dict[str, Tensor] = rank["weights"]
     return weights

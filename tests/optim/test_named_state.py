@@ -23,7 +23,10 @@ def _model() -> nn.Sequential:
 
 
 def _optimizer(model: nn.Module, *, turned: bool = False) -> Any:
-    groups = [{"params": list(model[0].parameters()), "lr": 0.1}, {"params": list(model[2].parameters()), "lr": 0.2}]  # type: ignore[index]
+    groups = [
+        {"params": list(model[0].parameters()), "lr": 0.1},
+        {"params": list(model[2].parameters()), "lr": 0.2},
+    ]  # type: ignore[index]
     return OPTIMIZERS.build(params=groups[::-1] if turned else groups, type="adamw")
 
 
@@ -54,14 +57,19 @@ def test_the_loaded_state_is_a_copy() -> None:
     resumed = _optimizer(other)
     load_named_state_dict(resumed, state, other.named_parameters())
     _train(other, resumed, 2)
-    assert all(torch.equal(state["state"][name]["exp_avg"], value) for name, value in stored.items())
+    assert all(
+        torch.equal(state["state"][name]["exp_avg"], value) for name, value in stored.items()
+    )
 
 
 def test_the_state_of_another_model_and_other_groups_are_refused() -> None:
     model = _model()
     state = named_state_dict(_optimizer(model), model.named_parameters())
     other = nn.Sequential(*_model(), nn.Linear(2, 2))
-    for net, message in ((other, r"without \['3.bias', '3.weight'\]"), (model, "1 groups here, 2 stored")):
+    for net, message in (
+        (other, r"without \['3.bias', '3.weight'\]"),
+        (model, "1 groups here, 2 stored"),
+    ):
         optimizer = OPTIMIZERS.build(params=net.parameters(), type="adamw")
         with pytest.raises(ValueError, match=message):
             load_named_state_dict(optimizer, state, net.named_parameters())

@@ -62,7 +62,12 @@ class Slow(torch.optim.Optimizer):
                     parameter.copy_(slow)
 
     def state_dict(self) -> dict[str, Any]:
-        options = {"alpha": 0.5, 3: ("a", None), "rounds": {3, (1, "a")}, "rates": numpy.arange(2.0)}
+        options = {
+            "alpha": 0.5,
+            3: ("a", None),
+            "rounds": {3, (1, "a")},
+            "rates": numpy.arange(2.0),
+        }
         own = {"slow": list(self.slow), "options": options} if self.adds else {}
         return {**super().state_dict(), **own}
 
@@ -87,11 +92,20 @@ def model_of(dtype: torch.dtype) -> nn.Sequential:
 
 class Slowly(dl.Runner):
     def __init__(
-        self, config: Mapping[str, Any], weights: torch.dtype, moments: torch.dtype, adds: bool, joint: bool = False
+        self,
+        config: Mapping[str, Any],
+        weights: torch.dtype,
+        moments: torch.dtype,
+        adds: bool,
+        joint: bool = False,
     ) -> None:
         super().__init__(config)
         self.model, self.criterion = model_of(weights), nn.MSELoss()
-        parts = [self.model.parameters()] if not joint else [self.model[0].parameters(), self.model[2].parameters()]
+        parts = (
+            [self.model.parameters()]
+            if not joint
+            else [self.model[0].parameters(), self.model[2].parameters()]
+        )
         optimizers = [Slow(part, moments, adds=adds) for part in parts]
         self.optimizer = JointOptimizer(*optimizers) if joint else optimizers[0]
         self.datasets = {"train": points(weights)}
@@ -100,13 +114,22 @@ class Slowly(dl.Runner):
 def train(root: str, stops: list[int], more: dict[str, Any], *options: Any) -> dict[str, Tensor]:
     """Train to each of some updates, in another runner each; return the weights."""
     for steps in stops:
-        config: dict[str, Any] = {"dir": root, "seed": 1, "log": False, "steps": steps, "auto_resume": True}
+        config: dict[str, Any] = {
+            "dir": root,
+            "seed": 1,
+            "log": False,
+            "steps": steps,
+            "auto_resume": True,
+        }
         config |= {"dataloader": {"global_batch_size": 4, "shuffle": False}, "optim": {"lr": 0.1}}
         if more.get("stack") == "deepspeed":
             config["dataloader"] = {"batch_size": 4 // int(more.pop("ranks", 2)), "shuffle": False}
         with Slowly({**config, **more}, *options) as runner:
             runner.train()
-            found = {name: whole(value).detach().clone() for name, value in runner.model_state_dict().items()}
+            found = {
+                name: whole(value).detach().clone()
+                for name, value in runner.model_state_dict().items()
+            }
     return found
 
 
@@ -149,7 +172,12 @@ EVERY = [(stack, name) for stack in STACKS for name in KINDS]
 @pytest.mark.parametrize(
     ("stack", "kinds"),
     [
-        pytest.param(stack, KINDS[name], id=f"{stack}-{name}", marks=[] if (stack, name) in QUICK else pytest.mark.slow)
+        pytest.param(
+            stack,
+            KINDS[name],
+            id=f"{stack}-{name}",
+            marks=[] if (stack, name) in QUICK else pytest.mark.slow,
+        )
         for stack, name in EVERY
     ],
 )
@@ -168,7 +196,9 @@ def test_state_comes_back_in_its_own_dtype_with_added_entries(
         torch.testing.assert_close(ends[0][name], value, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
+@pytest.mark.parametrize(
+    "stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))]
+)
 def test_engine_restores_dtypes(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     more = {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage}}}
@@ -176,7 +206,17 @@ def test_engine_restores_dtypes(stage: int, tmp_path: Path) -> None:
         more["deepspeed"]["zero_allow_untested_optimizer"] = True
     ends = []
     for name, stops in (("whole", [END]), ("parts", [STOP, END])):
-        ends += run_processes(train, str(tmp_path / name), stops, more, FLOAT, DOUBLE, False, world_size=2, timeout=200)
+        ends += run_processes(
+            train,
+            str(tmp_path / name),
+            stops,
+            more,
+            FLOAT,
+            DOUBLE,
+            False,
+            world_size=2,
+            timeout=200,
+        )
     assert differences(ends[2], ends[0]) == []
     for name, value in by_hand(FLOAT, DOUBLE, False).items():
         torch.testing.assert_close(ends[0][name], value, rtol=1e-4, atol=1e-5)
@@ -188,11 +228,22 @@ def test_moments_follow_weights_with_a_changed_dtype(tmp_path: Path) -> None:
     class Plain(dl.Runner):
         def __init__(self, config: Any, dtype: torch.dtype) -> None:
             super().__init__(config)
-            self.model, self.criterion, self.datasets = model_of(dtype), nn.MSELoss(), {"train": points(dtype)}
+            self.model, self.criterion, self.datasets = (
+                model_of(dtype),
+                nn.MSELoss(),
+                {"train": points(dtype)},
+            )
 
-    config: dict[str, Any] = {"dir": str(tmp_path), "seed": 1, "log": False, "optim": {"type": "adam", "lr": 0.1}}
+    config: dict[str, Any] = {
+        "dir": str(tmp_path),
+        "seed": 1,
+        "log": False,
+        "optim": {"type": "adam", "lr": 0.1},
+    }
     for dtype, steps in ((FLOAT, 2), (HALF, 4)):
-        with Plain({**config, "steps": steps, "auto_resume": True, "dataloader": {"batch_size": 4}}, dtype) as runner:
+        with Plain(
+            {**config, "steps": steps, "auto_resume": True, "dataloader": {"batch_size": 4}}, dtype
+        ) as runner:
             runner.train()
             assert runner.optimizer.state_dict()["state"][0]["exp_avg"].dtype == dtype
 
@@ -205,7 +256,11 @@ def test_unsavable_state_is_refused_at_the_save(tmp_path: Path) -> None:
     class Runs(dl.Runner):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            self.model, self.criterion, self.datasets = model_of(FLOAT), nn.MSELoss(), {"train": points(FLOAT)}
+            self.model, self.criterion, self.datasets = (
+                model_of(FLOAT),
+                nn.MSELoss(),
+                {"train": points(FLOAT)},
+            )
             self.optimizer = Odd(self.model.parameters(), lr=0.1)
 
     config = {"dir": str(tmp_path), "steps": 1, "log": False, "dataloader": {"batch_size": 4}}

@@ -17,7 +17,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from danling.optim import SCHEDULERS, needs_metric
-from danling.optim.registry import build_scheduler, check_metric_of_schedule, load_schedule, scheduler_interval
+from danling.optim.registry import (
+    build_scheduler,
+    check_metric_of_schedule,
+    load_schedule,
+    scheduler_interval,
+)
 
 _STEPS = 24
 
@@ -66,7 +71,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def _build(name: str, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
     weight = nn.Parameter(torch.linspace(-1, 1, 5))
     bias = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([{"params": [weight]}, {"params": [bias], "lr": 0.05}], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [{"params": [weight]}, {"params": [bias], "lr": 0.05}], lr=0.1, momentum=0.9
+    )
     if name == "swalr":
         # Otherwise the first group alone would have one.
         options = {"swa_lr": [0.02, 0.01], "anneal_epochs": 7}
@@ -84,7 +91,13 @@ def _run(optimizer: Any, scheduler: Any, begin: int, end: int) -> list[Any]:
         trace.append([(group["lr"], group["momentum"]) for group in optimizer.param_groups])
         optimizer.step()
         scheduler.step(*([abs(step - 8.0)] if needs_metric(scheduler) else []))
-        trace.append([parameter.tolist() for group in optimizer.param_groups for parameter in group["params"]])
+        trace.append(
+            [
+                parameter.tolist()
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            ]
+        )
     return trace
 
 
@@ -110,7 +123,11 @@ def test_resumed_at_every_step_the_trace_is_the_same(name: str) -> None:
         optimizer, scheduler = _build(name)
         _run(optimizer, scheduler, 0, stop)
         state = _through_a_file(
-            [optimizer.state_dict(), scheduler.state_dict(), optimizer.param_groups[0]["params"][0].data]
+            [
+                optimizer.state_dict(),
+                scheduler.state_dict(),
+                optimizer.param_groups[0]["params"][0].data,
+            ]
         )
         other = optimizer.param_groups[1]["params"][0].data.clone()
         optimizer, scheduler = _build(name)
@@ -121,7 +138,9 @@ def test_resumed_at_every_step_the_trace_is_the_same(name: str) -> None:
         with warnings.catch_warnings():
             # A resumed scheduler must not complain about the order of the first steps.
             warnings.filterwarnings("error", message="Detected call of")
-            assert _run(optimizer, scheduler, stop, _STEPS) == whole[2 * stop :], f"stopped at {stop}"
+            assert _run(optimizer, scheduler, stop, _STEPS) == whole[2 * stop :], (
+                f"stopped at {stop}"
+            )
 
 
 def test_only_metric_schedulers_need_a_metric() -> None:
@@ -170,7 +189,11 @@ def test_a_schedule_by_a_metric_needs_one() -> None:
     optimizer = _build("constant")[0]
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    assert scheduler_interval({}, plateau) == "epoch" == scheduler_interval({}, name="ReduceLROnPlateau")
+    assert (
+        scheduler_interval({}, plateau)
+        == "epoch"
+        == scheduler_interval({}, name="ReduceLROnPlateau")
+    )
     assert scheduler_interval({}, cosine) == "step" == scheduler_interval({}, name="cosine")
     assert scheduler_interval({"interval": "validation"}, cosine) == "validation"
     with pytest.raises(ValueError, match="scheduler.interval='step'"):
@@ -194,7 +217,9 @@ def test_metric_schedule_with_an_epoch_alone_is_refused() -> None:
             """Do nothing."""
 
     scheduler = PlateauLRScheduler(_build("constant")[0])
-    with pytest.raises(ValueError, match="a PlateauLRScheduler, whose step without a metric does not change"):
+    with pytest.raises(
+        ValueError, match="a PlateauLRScheduler, whose step without a metric does not change"
+    ):
         check_metric_of_schedule(scheduler, interval="epoch", evaluates=True, monitors=False)
 
 
@@ -202,7 +227,9 @@ def test_metric_schedule_with_an_epoch_alone_is_refused() -> None:
 
 
 def _optimizer(*rates: float) -> torch.optim.SGD:
-    return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates or (1.0,)])
+    return torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates or (1.0,)]
+    )
 
 
 def _trace(steps: int, **options: Any) -> list[float]:
@@ -230,7 +257,10 @@ def test_the_warmup_begins_with_a_whole_step_and_ends_at_the_base(name: str) -> 
 def test_the_end_is_exact_and_lasts(name: str, final: float, warmup: int) -> None:
     rates = _trace(25, type=name, total_steps=20, warmup_steps=warmup, final_lr_ratio=final)
     assert rates[20:] == [final] * 6
-    assert all(later <= earlier for earlier, later in zip(rates[max(warmup, 1) :], rates[max(warmup, 1) + 1 :]))
+    assert all(
+        later <= earlier
+        for earlier, later in zip(rates[max(warmup, 1) :], rates[max(warmup, 1) + 1 :])
+    )
     # No update is wasted at zero.
     assert min(rates[:20]) > 0
 
@@ -246,13 +276,24 @@ def test_shapes() -> None:
 
 
 def test_too_long_decay_begins_after_the_warmup() -> None:
-    assert _trace(4, type="wsd", total_steps=4, warmup_steps=2, decay_steps=100) == [0.5, 1.0, 1.0, 0.5, 0.0]
+    assert _trace(4, type="wsd", total_steps=4, warmup_steps=2, decay_steps=100) == [
+        0.5,
+        1.0,
+        1.0,
+        0.5,
+        0.0,
+    ]
     assert _trace(4, type="wsd", total_steps=4, decay_steps=0) == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"total_steps": 0}, {"total_steps": 5, "warmup_steps": -1}, {"total_steps": 5, "final_lr_ratio": -0.1}],
+    [
+        {},
+        {"total_steps": 0},
+        {"total_steps": 5, "warmup_steps": -1},
+        {"total_steps": 5, "final_lr_ratio": -0.1},
+    ],
 )
 def test_bad_figures_are_errors(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"Expected scheduler\."):
@@ -306,7 +347,9 @@ def _parts(optimizer: Any, step_size: int = 2) -> list[Any]:
 
 
 def _in_sequence(step_size: int, milestone: int = 2) -> Any:
-    return lambda optimizer: lr_scheduler.SequentialLR(optimizer, _parts(optimizer, step_size), [milestone])
+    return lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, _parts(optimizer, step_size), [milestone]
+    )
 
 
 def _three(optimizer: Any) -> Any:
@@ -344,15 +387,27 @@ def test_a_state_of_another_schedule_is_refused(saved: Any, now: Any, message: s
 @pytest.mark.parametrize(
     ("saved", "now", "message"),
     [
-        (lambda o: lr_scheduler.StepLR(o, 2), lambda o: lr_scheduler.StepLR(o, 3), "step_size=2 (here 3)"),
-        (lambda o: lr_scheduler.MultiStepLR(o, [2]), lambda o: lr_scheduler.MultiStepLR(o, [3]), "milestones="),
+        (
+            lambda o: lr_scheduler.StepLR(o, 2),
+            lambda o: lr_scheduler.StepLR(o, 3),
+            "step_size=2 (here 3)",
+        ),
+        (
+            lambda o: lr_scheduler.MultiStepLR(o, [2]),
+            lambda o: lr_scheduler.MultiStepLR(o, [3]),
+            "milestones=",
+        ),
         (_in_sequence(2), _in_sequence(3), "step_size=2 (here 3)"),
         (_in_sequence(2), _in_sequence(3), "add 'scheduler' to"),
         (_in_sequence(2), _in_sequence(2, 4), "milestones=[2] (here [4])"),
         (_in_sequence(2), _in_sequence(2, 4), "add 'scheduler._milestones' to"),
         (_in_sequence(2), _in_sequence(2), ""),
         (_chained, _chained, ""),
-        (lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0), lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0), ""),
+        (
+            lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0),
+            lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0),
+            "",
+        ),
     ],
 )
 def test_options_of_the_checkpoint_are_named_where_the_program_has_others(

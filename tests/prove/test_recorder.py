@@ -44,7 +44,9 @@ def trained(place: Path, words: list[str], environment: dict[str, str]) -> dict[
     (place / "train.py").write_text(SCRIPT)
     file = place / "weights.pt"
     command = [sys.executable, "train.py", *words, "writes", str(file)]
-    subprocess.run(command, cwd=place, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, check=True)
+    subprocess.run(
+        command, cwd=place, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, check=True
+    )
     weights: dict[str, torch.Tensor] = torch.load(file)
     return weights
 
@@ -62,8 +64,12 @@ def test_recorder_changes_no_weight(tmp_path: Path) -> None:
     common = {"SEEN": str(seen)}
     without = trained(tmp_path, ["same samples", "clipped"], {**common, "PYTHONPATH": str(own)})
     paths = os.pathsep.join([str(SITE), str(own)])
-    with_it = trained(tmp_path, ["same samples", "clipped"], {**common, "PYTHONPATH": paths, "DANLING_PROVE": job})
-    assert without.keys() == with_it.keys() and all(torch.equal(without[name], with_it[name]) for name in without)
+    with_it = trained(
+        tmp_path, ["same samples", "clipped"], {**common, "PYTHONPATH": paths, "DANLING_PROVE": job}
+    )
+    assert without.keys() == with_it.keys() and all(
+        torch.equal(without[name], with_it[name]) for name in without
+    )
     assert len((tmp_path / "records" / "rank-0.jsonl").read_text().splitlines()) == 4
     assert seen.read_text() == "xx"
 
@@ -73,8 +79,20 @@ def test_killed_command_leaves_no_process(tmp_path: Path) -> None:
         "import os, time\nopen(os.environ['HERE'], 'w').write(os.environ['DANLING_PROVE'])\ntime.sleep(500)\n"
     )
     here = tmp_path / "here"
-    command = [sys.executable, "-m", "danling", "prove", "--ranks", "2", "--", sys.executable, "train.py"]
-    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "HERE": str(here)})
+    command = [
+        sys.executable,
+        "-m",
+        "danling",
+        "prove",
+        "--ranks",
+        "2",
+        "--",
+        sys.executable,
+        "train.py",
+    ]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "HERE": str(here)}
+    )
     try:
         wait_for(lambda: here.exists() and here.read_text() != "", timeout=100)
         token = json.loads(here.read_text())["token"]
@@ -90,11 +108,16 @@ BAD = {
     "crashes": ("raise RuntimeError('out of luck')", "exit code 1 after 0 updates"),
     "reads its input": ("print(input('name: '))", "EOFError"),
     "has no update": ("import torch", "it ended after 0 updates"),
-    "catches its end": ("import sys\ntry:\n    sys.exit(3)\nexcept SystemExit:\n    pass", "it ended after 0 updates"),
+    "catches its end": (
+        "import sys\ntry:\n    sys.exit(3)\nexcept SystemExit:\n    pass",
+        "it ended after 0 updates",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n == "crashes" else pytest.mark.slow) for n in BAD])
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=[] if n == "crashes" else pytest.mark.slow) for n in BAD]
+)
 def test_failing_script_is_not_judged(case: str, tmp_path: Path) -> None:
     script, sentence = BAD[case]
     code, report = proved(tmp_path, script=script)
@@ -104,7 +127,11 @@ def test_failing_script_is_not_judged(case: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_of_one_rank_are_not_compared(tmp_path: Path) -> None:
     code, report = proved(
-        tmp_path, "same samples", script="import os\nos.fork()\n" + SCRIPT, options=["--one", "true"], warm=False
+        tmp_path,
+        "same samples",
+        script="import os\nos.fork()\n" + SCRIPT,
+        options=["--one", "true"],
+        warm=False,
     )
     assert code == 2 and "two processes of the script train as rank 0" in report["summary"], report
 
@@ -132,7 +159,11 @@ def test_batches_of_ranks_are_joined() -> None:
         [1, 2, 3],
         [4, -100, -100],
     ]
-    assert both["names"] == ["a", "b"] and both["pair"][0].tolist() == [[1, 1], [0, 0]] and both["pair"][1] == 3
+    assert (
+        both["names"] == ["a", "b"]
+        and both["pair"][0].tolist() == [[1, 1], [0, 0]]
+        and both["pair"][1] == 3
+    )
     assert join([one, two], reverse=True)["input_ids"].tolist() == [[4, 5, 0], [1, 2, 3]]
     with pytest.raises(CannotCompare, match="other values"):
         join([{"tokens": torch.tensor(3)}, {"tokens": torch.tensor(4)}])
@@ -151,7 +182,10 @@ def test_parts_of_ranks_are_put_together() -> None:
 @pytest.mark.parametrize(
     ("command", "one"),
     [
-        ("torchrun --nproc-per-node 2 train.py --lr 2", "torchrun --nproc-per-node 1 train.py --lr 2"),
+        (
+            "torchrun --nproc-per-node 2 train.py --lr 2",
+            "torchrun --nproc-per-node 1 train.py --lr 2",
+        ),
         (
             "python -m torch.distributed.run --nproc_per_node=4 t.py",
             "python -m torch.distributed.run --nproc_per_node=1 t.py",
@@ -167,7 +201,9 @@ def test_launcher_is_started_with_one_process(command: str, one: str | None) -> 
     assert found == (None if one is None else one.split())
 
 
-def test_script_runs_in_a_copy_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_runs_in_a_copy_of_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, outside = tmp_path / "source", tmp_path / "outside"
     (source / "data").mkdir(parents=True)
     outside.mkdir()
@@ -218,23 +254,38 @@ class _Iterator:
         (lambda loss: (loss / 2).square(), []),
     ],
 )
-def test_divisors_of_a_loss_are_read(made: Callable[[torch.Tensor], torch.Tensor], divisors: list[float]) -> None:
+def test_divisors_of_a_loss_are_read(
+    made: Callable[[torch.Tensor], torch.Tensor], divisors: list[float]
+) -> None:
     loss = made(torch.nn.Linear(2, 1)(torch.ones(1, 2)).sum())
     assert list(_divisors_of(loss)) == pytest.approx(divisors)
 
 
 @pytest.mark.parametrize(
     ("full", "short", "is_noticed"),
-    [([[2.0], [65536.0, 2.0]], [[2.0]], True), ([[2.0], [2.0]], [[1.0]], False), ([[7.0], [7.0]], [[7.0]], False)],
+    [
+        ([[2.0], [65536.0, 2.0]], [[2.0]], True),
+        ([[2.0], [2.0]], [[1.0]], False),
+        ([[7.0], [7.0]], [[7.0]], False),
+    ],
 )
 def test_short_window_is_noticed_by_its_divisor(
     full: list[list[float]], short: list[list[float]], is_noticed: bool
 ) -> None:
-    common = {"groups": [], "unchanged": [], "dropped": 0, "start": {}, "switched": [], "has_group": True}
+    common = {
+        "groups": [],
+        "unchanged": [],
+        "dropped": 0,
+        "start": {},
+        "switched": [],
+        "has_group": True,
+    }
     updates = [Update([{**common, "divisors": divisors}]) for divisors in (full, short)]
     notes = list(layout_notes(updates))
     assert [note.partition(":")[0] for note in notes] == (
-        ["update 2 has 1 micro-batches instead of 2, and divides their losses by 2"] if is_noticed else []
+        ["update 2 has 1 micro-batches instead of 2, and divides their losses by 2"]
+        if is_noticed
+        else []
     )
 
 
@@ -251,7 +302,9 @@ def test_scratch_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
 
 def test_unstartable_command_is_named(tmp_path: Path) -> None:
     code, report = proved(tmp_path, options=["--ranks", "2", "--one", "missing train.py"])
-    assert code == 2 and report["summary"].startswith("Expected a program that can be started. Received: 'missing'")
+    assert code == 2 and report["summary"].startswith(
+        "Expected a program that can be started. Received: 'missing'"
+    )
 
 
 @pytest.mark.slow

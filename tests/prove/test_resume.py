@@ -72,8 +72,15 @@ CASES = {
 def test_resume_is_compared_with_an_undisturbed_start(word: str, tmp_path: Path) -> None:
     code, first, begins, differs = CASES[word]
     command = f"{interpreter()} train.py resume {word}"
-    found, report = proved(tmp_path, options=["--resume", command, "--updates", "14"], script=SCRIPT)
-    assert (found, report["first"], report["begins"], report["differs"]) == (code, first, begins, differs), report
+    found, report = proved(
+        tmp_path, options=["--resume", command, "--updates", "14"], script=SCRIPT
+    )
+    assert (found, report["first"], report["begins"], report["differs"]) == (
+        code,
+        first,
+        begins,
+        differs,
+    ), report
     assert report["checks"][0][1] == "ok" and not (tmp_path / "last.pt").exists()
 
 
@@ -81,14 +88,23 @@ def test_resume_is_compared_with_an_undisturbed_start(word: str, tmp_path: Path)
 def test_resume_without_a_checkpoint_is_not_judged(tmp_path: Path) -> None:
     options = ["--resume", f"{interpreter()} train.py never saves", "--updates", "5"]
     code, report = proved(tmp_path, "never saves", options=options, script=SCRIPT)
-    assert code == 2 and "it finds no checkpoint of the first 5 updates" in report["summary"], report
+    assert code == 2 and "it finds no checkpoint of the first 5 updates" in report["summary"], (
+        report
+    )
 
 
 def test_rank_with_the_cause_is_named_and_no_later_one(tmp_path: Path) -> None:
     """Of two ranks that differ in the same update, where gradients are averaged."""
 
     def line(update: int, **others: int) -> dict[str, int]:
-        return {"samples": update, "loss": 0, "gradients": 0, "before": update, "after": update + 1, **others}
+        return {
+            "samples": update,
+            "loss": 0,
+            "gradients": 0,
+            "before": update,
+            "after": update + 1,
+            **others,
+        }
 
     whole = [[line(update) for update in range(3)] for _ in range(2)]
     script = Script(command=["python"], scratch=tmp_path, one=["python"])

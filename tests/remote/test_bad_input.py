@@ -52,7 +52,11 @@ def test_a_directory_without_its_root(
     said = refusal(settings(tmp_path, "file://runs/here"), RemoteError)
     assert "file:///abs/path" in said and mend in said
     for setting in ("resume", "pretrained"):
-        config = settings(tmp_path, "") | {"checkpoint": {}, "auto_resume": False, setting: "file://runs/here/line/id"}
+        config = settings(tmp_path, "") | {
+            "checkpoint": {},
+            "auto_resume": False,
+            setting: "file://runs/here/line/id",
+        }
         said = refusal(config, RemoteError)
         assert "file:///abs/path" in said and f"{mend}/line/id" in said
     assert main(["runs", "file://runs/here"]) == 1 and mend in capsys.readouterr().err
@@ -68,9 +72,18 @@ def test_a_directory_without_its_root(
     ],
 )
 def test_refusing_store_is_named(
-    status: int, code: str, operation: str, words: tuple[str, ...], bucket: str, proxy: FaultProxy, tmp_path: Path
+    status: int,
+    code: str,
+    operation: str,
+    words: tuple[str, ...],
+    bucket: str,
+    proxy: FaultProxy,
+    tmp_path: Path,
 ) -> None:
-    is_refused = {"list": lambda request: request.is_listing, "put": lambda request: request.is_upload}
+    is_refused = {
+        "list": lambda request: request.is_listing,
+        "put": lambda request: request.is_upload,
+    }
     proxy.answer(status, code, when=is_refused.get(operation, lambda request: True))
     said = refusal(settings(tmp_path, f"s3://{bucket}"), RemoteDenied)
     assert all(word in said for word in words)
@@ -79,15 +92,21 @@ def test_refusing_store_is_named(
     assert "NoSuchBucket" in said and "Make the bucket" in said
 
 
-def test_unreachable_store_is_named(monkeypatch: pytest.MonkeyPatch, moto: ObjectServer, tmp_path: Path) -> None:
+def test_unreachable_store_is_named(
+    monkeypatch: pytest.MonkeyPatch, moto: ObjectServer, tmp_path: Path
+) -> None:
     monkeypatch.setattr("danling.remote.store.STARTING_SECONDS", 1.0)
     for name, value in moto.environment("http://127.0.0.1:9").items():
         monkeypatch.setenv(name, value)
-    assert "Look whether the store can be reached" in refusal(settings(tmp_path, "s3://bucket"), RemoteError)
+    assert "Look whether the store can be reached" in refusal(
+        settings(tmp_path, "s3://bucket"), RemoteError
+    )
 
 
 def test_a_prefix_of_another_run(bucket: str, tmp_path: Path) -> None:
-    with TracingRunner(settings(tmp_path / "other", f"s3://{bucket}/other") | {"seed": 4}) as runner:
+    with TracingRunner(
+        settings(tmp_path / "other", f"s3://{bucket}/other") | {"seed": 4}
+    ) as runner:
         runner.train()
         other = runner.workspace.dir
     config = settings(tmp_path / "own", f"s3://{bucket}")
@@ -99,12 +118,16 @@ def test_a_prefix_of_another_run(bucket: str, tmp_path: Path) -> None:
     assert f"s3://{bucket}/{own.parent.name}" in said
 
 
-def test_start_from_scratch_leaves_the_existing_run_alone(bucket: str, moto: ObjectServer, tmp_path: Path) -> None:
+def test_start_from_scratch_leaves_the_existing_run_alone(
+    bucket: str, moto: ObjectServer, tmp_path: Path
+) -> None:
     with TracingRunner(settings(tmp_path / "first", f"s3://{bucket}")) as runner:
         runner.train()
         name = runner.workspace.dir.name
     before = moto.objects(bucket)
-    with TracingRunner(settings(tmp_path / "second", f"s3://{bucket}", auto_resume=False)) as runner:
+    with TracingRunner(
+        settings(tmp_path / "second", f"s3://{bucket}", auto_resume=False)
+    ) as runner:
         assert runner.state.train.global_step == 0 and runner.workspace.dir.name == f"{name}-2"
         runner.train()
     after = moto.objects(bucket)
@@ -113,7 +136,11 @@ def test_start_from_scratch_leaves_the_existing_run_alone(bucket: str, moto: Obj
 
 def test_invalid_url_to_resume_from_is_refused(bucket: str, tmp_path: Path) -> None:
     config = settings(tmp_path, "") | {"checkpoint": {}, "auto_resume": False}
-    assert "Expected the URL of a run" in refusal(config | {"resume": f"s3://{bucket}"}, CheckpointError)
-    assert "Received: none" in refusal(config | {"resume": f"s3://{bucket}/family/run"}, CheckpointError)
+    assert "Expected the URL of a run" in refusal(
+        config | {"resume": f"s3://{bucket}"}, CheckpointError
+    )
+    assert "Received: none" in refusal(
+        config | {"resume": f"s3://{bucket}/family/run"}, CheckpointError
+    )
     weights = {"pretrained": f"s3://{bucket}/weights.safetensors"}
     assert "weights.safetensors" in refusal(config | weights, RemoteMissing)

@@ -62,7 +62,9 @@ def test_run_resumes_on_a_server_without_if_match(
         lose_a_machine(tmp_path / "machine", f"s3://{bucket}/runs", backend)
         keys = server.objects(bucket)
     assert caplog.text.count("ignores the condition If-Match") == 2, "once at each start"
-    assert any("/checkpoints/latest" in key for key in keys) and not [key for key in keys if "/lock" in key]
+    assert any("/checkpoints/latest" in key for key in keys) and not [
+        key for key in keys if "/lock" in key
+    ]
 
 
 def test_the_examination_finds_no_fault(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:

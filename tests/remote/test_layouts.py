@@ -33,13 +33,18 @@ def train(config: dict[str, Any], stop_at: int | None) -> tuple[int, dict[str, T
     with StoppedRunner(config, model={"depth": 2, "dropout": 0.0, "experts": 0}) as runner:
         runner.stop_at, begun = stop_at, runner.state.train.global_step
         runner.train()
-        found = {f"model.{canonical_name(name)}": value for name, value in runner.model_state_dict().items()}
+        found = {
+            f"model.{canonical_name(name)}": value
+            for name, value in runner.model_state_dict().items()
+        }
         for name, entry in runner.optimizer_state_dict()["state"].items():
             found |= {f"optimizer.{name}.{key}": value for key, value in entry.items()}
         return begun, {name: whole(value).clone() for name, value in found.items()}
 
 
-def run(root: Path, layout: str, url: str | None, *, stop_at: int | None = None) -> tuple[int, dict[str, Tensor]]:
+def run(
+    root: Path, layout: str, url: str | None, *, stop_at: int | None = None
+) -> tuple[int, dict[str, Tensor]]:
     axes = LAYOUTS[layout]
     replicas = axes.get("shard", 1)
     config: dict[str, Any] = {
@@ -73,4 +78,7 @@ def test_goes_on_at_other_layouts_on_empty_machines(
     begun, ended = run(tmp_path / "2", "one", url)
     assert begun == 2
     assert uninterrupted.keys() == ended.keys()
-    assert max((value - ended[name]).abs().max().item() for name, value in uninterrupted.items()) < 1e-9
+    assert (
+        max((value - ended[name]).abs().max().item() for name, value in uninterrupted.items())
+        < 1e-9
+    )

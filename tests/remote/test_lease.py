@@ -23,10 +23,14 @@ KEY = "line/run/lock"
 
 
 @pytest.fixture
-def store(moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteStore]:
+def store(
+    moto: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RemoteStore]:
     for name, value in moto.environment(proxy.endpoint).items():
         monkeypatch.setenv(name, value)
-    yield open_store(f"s3://{moto.make_bucket()}", settings=RemoteSettings(retries=0, timeout_seconds=20.0))
+    yield open_store(
+        f"s3://{moto.make_bucket()}", settings=RemoteSettings(retries=0, timeout_seconds=20.0)
+    )
 
 
 def keys(store: RemoteStore) -> list[str]:
@@ -91,7 +95,9 @@ def test_a_notebook_makes_the_same_run_again(store: RemoteStore) -> None:
 
 
 def test_writer_killed_on_this_machine_is_followed_at_once(store: RemoteStore) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
     writer = Writer.me(3600.0)
     stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
     store.put(KEY, replace(writer, pid=child.pid, born=stat[19]).text())
@@ -138,7 +144,11 @@ def test_store_without_conditional_writes_is_detected(
     with caplog.at_level(logging.WARNING, "danling"):
         lease.acquire()
     assert not lease.is_exclusive
-    named = [name for name in ("If-Match", "If-None-Match") if f"ignores the condition {name}. " in caplog.text]
+    named = [
+        name
+        for name in ("If-Match", "If-None-Match")
+        if f"ignores the condition {name}. " in caplog.text
+    ]
     assert [name.lower() for name in named] == [header]
     lease.release()
     assert keys(store) == []
@@ -168,7 +178,9 @@ def test_store_comparing_tags_without_quotes_keeps_writers_apart(
     lease.release()
 
 
-def test_writer_with_a_failed_renewal_writes_nothing_until_it_succeeds(store: RemoteStore, proxy: FaultProxy) -> None:
+def test_writer_with_a_failed_renewal_writes_nothing_until_it_succeeds(
+    store: RemoteStore, proxy: FaultProxy
+) -> None:
     lease = Lease(store, KEY, seconds=0.4)
     lease.acquire()
     proxy.answer(503, "SlowDown")
@@ -179,7 +191,9 @@ def test_writer_with_a_failed_renewal_writes_nothing_until_it_succeeds(store: Re
     lease.release()
 
 
-def test_renewal_before_the_store_fell_silent_is_no_other_writer(store: RemoteStore, proxy: FaultProxy) -> None:
+def test_renewal_before_the_store_fell_silent_is_no_other_writer(
+    store: RemoteStore, proxy: FaultProxy
+) -> None:
     lease = Lease(store, KEY, seconds=2.0)
     lease.acquire()
     proxy.answer(503, "SlowDown", when=lambda request: request.method == "GET")

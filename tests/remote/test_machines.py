@@ -52,7 +52,9 @@ def can_have_mounts(place: str) -> None:
     move_to_machine(Path(place), Path(place))
 
 
-def train(place: str, disks: list[str] | None, url: str | None, stack: dict[str, Any], stop_at: int | None) -> Any:
+def train(
+    place: str, disks: list[str] | None, url: str | None, stack: dict[str, Any], stop_at: int | None
+) -> Any:
     """Train on machines of one process each.
 
     Args:
@@ -89,11 +91,17 @@ def train(place: str, disks: list[str] | None, url: str | None, stack: dict[str,
         runner.train()
         weights = runner.unwrapped_model.state_dict()
         whole = {
-            name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in weights.items()
+            name: value.full_tensor() if hasattr(value, "full_tensor") else value
+            for name, value in weights.items()
         }
-        ended = {"trace": runner.trace[-3:], **{name: value.clone() for name, value in whole.items()}}
+        ended = {
+            "trace": runner.trace[-3:],
+            **{name: value.clone() for name, value in whole.items()},
+        }
         checkpoints = runner.workspace.checkpoints
-    targets = sorted(path.name for path in (checkpoints / "targets").glob("*") if any(path.iterdir()))
+    targets = sorted(
+        path.name for path in (checkpoints / "targets").glob("*") if any(path.iterdir())
+    )
     return begun, ended, targets, said
 
 
@@ -118,14 +126,24 @@ def test_run_resumes_after_one_machine_or_all_were_replaced(
 
     def machines(disks: str, stop_at: int | None) -> list[Any]:
         own = [str(places[name]) for name in disks]
-        return run_processes(train, str(places["machine"]), own, url, STACKS[stack], stop_at, timeout=170.0)
+        return run_processes(
+            train, str(places["machine"]), own, url, STACKS[stack], stop_at, timeout=170.0
+        )
 
-    alone = run_processes(train, str(places["alone"]), None, None, STACKS[stack], None, timeout=170.0)
+    alone = run_processes(
+        train, str(places["alone"]), None, None, STACKS[stack], None, timeout=170.0
+    )
     first = machines("ab", 3)
     half = machines("ac", 5)
     empty = machines("de", None)
-    assert [(ranks[0][0], ranks[1][0]) for ranks in (first, half, empty)] == [(0, 0), (3, 3), (5, 5)]
-    assert [differences(ended, expected) for (_, ended, *_), (_, expected, *_) in zip(empty, alone)] == [[], []]
+    assert [(ranks[0][0], ranks[1][0]) for ranks in (first, half, empty)] == [
+        (0, 0),
+        (3, 3),
+        (5, 5),
+    ]
+    assert [
+        differences(ended, expected) for (_, ended, *_), (_, expected, *_) in zip(empty, alone)
+    ] == [[], []]
     for ranks in (first, half, empty):
         # Nothing is missing: what is not here is where it belongs. Retention holds on each disk, for `best` and those on their way too.
         assert not [line for rank in ranks for line in rank[3] if "skipped" in line]

@@ -39,11 +39,19 @@ class Place:
         keep = changes.pop("keep", 0)
         policy = CheckpointSettings(async_mode="disabled", keep_latest_k=keep)
         manager = FileCheckpointManager(
-            self.directory / "checkpoints", domain=LocalDomain(), run_id="run", settings=policy, step_mode=True
+            self.directory / "checkpoints",
+            domain=LocalDomain(),
+            run_id="run",
+            settings=policy,
+            step_mode=True,
         )
         store = open_store(f"s3://{self.bucket}/pre", settings=changes.pop("requests", QUICK))
-        settings = RunnerConfig({f"checkpoint.remote.{key}": value for key, value in changes.items()})
-        copy = RunMirror(StoredRun(store, LAYOUT), manager, self.directory, settings.checkpoint.remote)
+        settings = RunnerConfig(
+            {f"checkpoint.remote.{key}": value for key, value in changes.items()}
+        )
+        copy = RunMirror(
+            StoredRun(store, LAYOUT), manager, self.directory, settings.checkpoint.remote
+        )
         copy.open()
         self.opened.append(manager)
         copy.begin()
@@ -54,7 +62,9 @@ class Place:
         return sorted(key.removeprefix(prefix) for key in self.server.objects(self.bucket, prefix))
 
     def names(self) -> list[str]:
-        return [key.removesuffix(".pth.sha256") for key in self.keys() if key.endswith(".pth.sha256")]
+        return [
+            key.removesuffix(".pth.sha256") for key in self.keys() if key.endswith(".pth.sha256")
+        ]
 
     def objects(self) -> list[str]:
         return [key.removeprefix("objects/") for key in self.keys() if key.startswith("objects/")]
@@ -62,7 +72,9 @@ class Place:
     def step(self, name: str) -> int:
         """Return the step of what is visible under a name, after comparing its contents with the digest."""
         root = f"pre/{LAYOUT.checkpoints}"
-        manifest = Manifest.parse(self.server.read(self.bucket, f"{root}/{name}.pth.sha256").decode())
+        manifest = Manifest.parse(
+            self.server.read(self.bucket, f"{root}/{name}.pth.sha256").decode()
+        )
         size, digest = manifest.files[f"{name}.pth"]
         content = self.server.read(self.bucket, f"{root}/objects/{digest}")
         assert len(content) == size and hashlib.sha256(content).hexdigest() == digest
@@ -70,7 +82,9 @@ class Place:
 
 
 @pytest.fixture
-def place(moto: ObjectServer, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def place(
+    moto: ObjectServer, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     for name, value in moto.environment(proxy.endpoint).items():
         monkeypatch.setenv(name, value)
     found = Place(moto, proxy, tmp_path / "run")
@@ -81,7 +95,11 @@ def place(moto: ObjectServer, proxy: FaultProxy, tmp_path: Path, monkeypatch: py
 
 
 def save(manager: FileCheckpointManager, step: int, **names: bool) -> None:
-    payload = {"format_version": 1, "model": {"weight": torch.full((64, 64), float(step))}, "state": {"step": step}}
+    payload = {
+        "format_version": 1,
+        "model": {"weight": torch.full((64, 64), float(step))},
+        "state": {"step": step},
+    }
     manager.save_checkpoint(payload, epoch=0, global_step=step, **names)
 
 
@@ -125,7 +143,9 @@ def test_until_the_manifest_is_put_the_save_before_counts(place: Place) -> None:
     assert place.step("latest") == 1 and len(place.objects()) == 2
     fault.release()
     manager.close()
-    assert place.step("latest") == 2 and len(place.objects()) == 1, "what no name leads to any more is removed"
+    assert place.step("latest") == 2 and len(place.objects()) == 1, (
+        "what no name leads to any more is removed"
+    )
 
 
 def test_one_save_is_uploaded_and_one_replaceable_save_waits(place: Place) -> None:
@@ -141,7 +161,9 @@ def test_one_save_is_uploaded_and_one_replaceable_save_waits(place: Place) -> No
     manager.close()
     assert place.names() == ["ckpt-s000000000003", "latest"]
     assert place.step("latest") == 6 and place.step("ckpt-s000000000003") == 3
-    assert len([r for r in place.proxy.requests if is_object(r)]) == 2, "those of steps 2 and 5 never went up"
+    assert len([r for r in place.proxy.requests if is_object(r)]) == 2, (
+        "those of steps 2 and 5 never went up"
+    )
 
 
 def test_every_nth_of_the_plain_saves_is_copied_and_the_last_always(place: Place) -> None:
@@ -170,7 +192,11 @@ def test_the_store_keeps_its_own_number(place: Place) -> None:
     local = sorted(path.stem for path in (place.directory / "checkpoints").glob("ckpt-*.pth"))
     # The save of the best counts as history too, and shares its file.
     assert local == ["ckpt-s000000000001", "ckpt-s000000000005"]
-    assert place.names() == ["best", *(f"ckpt-s00000000000{step}" for step in (1, 3, 4, 5)), "latest"]
+    assert place.names() == [
+        "best",
+        *(f"ckpt-s00000000000{step}" for step in (1, 3, 4, 5)),
+        "latest",
+    ]
     assert len(place.objects()) == 5
 
 
@@ -199,7 +225,9 @@ def test_saves_kept_for_their_upload_are_removed_at_the_end(place: Place) -> Non
         save(manager, step, history=True)
     fault.release()
     manager.close()
-    assert [path.stem for path in (place.directory / "checkpoints").glob("ckpt-*.pth")] == ["ckpt-s000000000003"]
+    assert [path.stem for path in (place.directory / "checkpoints").glob("ckpt-*.pth")] == [
+        "ckpt-s000000000003"
+    ]
     assert [place.step(f"ckpt-s00000000000{step}") for step in (1, 2, 3)] == [1, 2, 3]
 
 
@@ -244,7 +272,9 @@ def test_failing_store_does_not_stop_training_and_close_names_missing_saves(
         manager.wait_for_mirror()
     assert caplog.text.count("is not safe") == 1
     assert mirror_of(manager).figures(4)["lag_steps"] == 3
-    with pytest.raises(RemoteError, match=r"Expected the last save in s3://.*/pre/line/run\. .*SlowDown.* step 1\."):
+    with pytest.raises(
+        RemoteError, match=r"Expected the last save in s3://.*/pre/line/run\. .*SlowDown.* step 1\."
+    ):
         manager.close()
     place.proxy.heal()
     assert place.step("latest") == 1
@@ -288,7 +318,9 @@ def test_a_lost_answer_leaves_nothing_behind(place: Place) -> None:
     assert place.step("latest") == 3 and len(place.objects()) == 1
 
 
-def test_changed_file_on_the_disk_is_not_uploaded(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_file_on_the_disk_is_not_uploaded(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = place.manager()
     place.proxy.answer(503, "SlowDown", times=1)
     save(manager, 1)
@@ -314,7 +346,10 @@ def test_replaced_run_writes_nothing_more(place: Place) -> None:
     save(manager, 2)
     with pytest.raises(RemoteError, match="Another process writes there"):
         manager.close()
-    assert not [r for r in place.proxy.requests if is_object(r) or is_manifest(r)] and place.step("latest") == 1
+    assert (
+        not [r for r in place.proxy.requests if is_object(r) or is_manifest(r)]
+        and place.step("latest") == 1
+    )
 
 
 # The begin
@@ -326,7 +361,8 @@ def test_run_from_scratch_does_not_overwrite_an_existing_one(place: Place, tmp_p
     manager.close()
     place.directory = tmp_path / "elsewhere"
     with pytest.raises(
-        RemoteError, match=r"to contain no run, since this one begins from scratch\. Received: one at step 7\."
+        RemoteError,
+        match=r"to contain no run, since this one begins from scratch\. Received: one at step 7\.",
     ):
         place.manager()
     assert place.step("latest") == 7
@@ -349,7 +385,9 @@ def test_files_on_the_disk_are_copied_before_the_first_save(place: Place) -> Non
     manager.close()
     place.proxy.forget()
     place.manager().close()
-    assert not [r for r in place.proxy.requests if is_object(r) or is_manifest(r)], "nothing is missing"
+    assert not [r for r in place.proxy.requests if is_object(r) or is_manifest(r)], (
+        "nothing is missing"
+    )
 
 
 def test_remains_of_a_killed_upload_are_removed(place: Place) -> None:
@@ -358,7 +396,9 @@ def test_remains_of_a_killed_upload_are_removed(place: Place) -> None:
     manager.close()
     checkpoints = place.directory / "checkpoints"
     os.link(checkpoints / "latest.pth", checkpoints / f"{storage.UPLOADING}0123")
-    place.server.write(place.bucket, f"pre/{LAYOUT.checkpoints}/objects/{'f' * 64}", b"contents without a manifest")
+    place.server.write(
+        place.bucket, f"pre/{LAYOUT.checkpoints}/objects/{'f' * 64}", b"contents without a manifest"
+    )
     manager = place.manager()
     manager.checkpoints.tidy()
     assert not list(checkpoints.glob(f"{storage.UPLOADING}*"))
@@ -394,7 +434,9 @@ def test_files_of_the_run_go_before_the_save_becomes_visible(place: Place) -> No
     assert place.server.read(place.bucket, f"pre/{LAYOUT.file('metrics.jsonl')}").count(b"\n") == 2
 
 
-def test_targets_of_links_are_not_copied(place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_targets_of_links_are_not_copied(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     outside = tmp_path / "outside"
     (outside / "below").mkdir(parents=True)
     (outside / "secret.txt").write_text("of another program")
@@ -414,7 +456,11 @@ def test_targets_of_links_are_not_copied(place: Place, tmp_path: Path, caplog: p
         save(manager, step)
         manager.wait_for_mirror()
     assert place.keys("files") == ["logs/first.log"]
-    told = [record.getMessage() for record in caplog.records if "is not copied to" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "is not copied to" in record.getMessage()
+    ]
     names = ("metadata", "link.log", "hard.log", "results.json", "large.log")
     assert len(told) == len(names) and all(any(name in line for line in told) for name in names)
 

@@ -38,7 +38,9 @@ class Remote:
         manager.close()
         upload_run(self.first, open_store(self.url), LAYOUT)
 
-    def manager(self, directory: Path | None = None, *, home: bool = True, run: str = "run") -> CheckpointManager:
+    def manager(
+        self, directory: Path | None = None, *, home: bool = True, run: str = "run"
+    ) -> CheckpointManager:
         """Return a manager of a machine of which the disk is empty, or has a directory."""
         self.machines += 1
         directory = directory or self.root / f"machine-{self.machines}" / "checkpoints"
@@ -88,13 +90,16 @@ def test_an_empty_machine_goes_on_from_the_newest(remote: Remote) -> None:
     again = make_manager(remote.kind, manager.directory, keep=0)
     assert load(again, "latest") == 4 and load(manager, "best") == 2
     assert (
-        manager.find_latest() is not None and load(manager, history_name(step_mode=True, epoch=0, global_step=1)) == 1
+        manager.find_latest() is not None
+        and load(manager, history_name(step_mode=True, epoch=0, global_step=1)) == 1
     )
     manager.close()
     assert not list(manager.directory.glob(".*"))
 
 
-def test_local_bytes_come_first_and_a_newer_save_of_the_store_wins(remote: Remote, tmp_path: Path) -> None:
+def test_local_bytes_come_first_and_a_newer_save_of_the_store_wins(
+    remote: Remote, tmp_path: Path
+) -> None:
     remote.train(1, 2)
     shutil.copytree(remote.first, tmp_path / "second")
     remote.train(3)
@@ -102,7 +107,11 @@ def test_local_bytes_come_first_and_a_newer_save_of_the_store_wins(remote: Remot
     assert resume(manager) == 3
     # What is here is not asked for again.
     shutil.rmtree(
-        tmp_path / "bucket" / LAYOUT.root / "checkpoints" / ("objects" if remote.kind == "file" else "targets")
+        tmp_path
+        / "bucket"
+        / LAYOUT.root
+        / "checkpoints"
+        / ("objects" if remote.kind == "file" else "targets")
     )
     manager = remote.manager(tmp_path / "second" / "checkpoints")
     assert load(manager, str(manager.find_latest())) == 3
@@ -116,10 +125,14 @@ def test_a_flipped_byte_in_the_store_is_passed_over_for_the_older_save(
     manager = remote.manager()
     with caplog.at_level(logging.WARNING, "danling"):
         assert resume(manager) == 2
-    assert "another SHA-256" in caplog.text and f"{remote.url}/family/run/checkpoints/" in caplog.text
+    assert (
+        "another SHA-256" in caplog.text and f"{remote.url}/family/run/checkpoints/" in caplog.text
+    )
 
 
-def test_older_save_counts_despite_a_damaged_one_of_another_kind_with_its_name(tmp_path: Path) -> None:
+def test_older_save_counts_despite_a_damaged_one_of_another_kind_with_its_name(
+    tmp_path: Path,
+) -> None:
     remote = Remote(tmp_path, "file")
     for kind, step in (("file", 1), ("dcp", 2)):
         manager = make_manager(kind, remote.first / "checkpoints", keep=0)
@@ -134,7 +147,10 @@ def test_older_save_counts_despite_a_damaged_one_of_another_kind_with_its_name(t
 
 def test_a_damaged_local_save_is_brought_back_from_the_store(remote: Remote) -> None:
     remote.train(1, 2)
-    newest = max(remote.first.rglob("*"), key=lambda path: (path.name == "latest.pth", path.suffix == ".distcp", path))
+    newest = max(
+        remote.first.rglob("*"),
+        key=lambda path: (path.name == "latest.pth", path.suffix == ".distcp", path),
+    )
     flip(newest)
     assert resume(remote.manager(remote.first / "checkpoints")) == 2
 
@@ -168,7 +184,10 @@ def test_a_url_names_a_checkpoint_of_another_run(remote: Remote, ending: str) ->
     save(manager, 3)
     assert {record.sequence for record in manager.store.records(complete=True)} == {1}
     assert (
-        load(manager, f"{remote.url}/family/run/checkpoints/{history_name(step_mode=True, epoch=0, global_step=1)}")
+        load(
+            manager,
+            f"{remote.url}/family/run/checkpoints/{history_name(step_mode=True, epoch=0, global_step=1)}",
+        )
         == 1
     )
 

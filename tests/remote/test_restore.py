@@ -18,7 +18,9 @@ from danling.remote.store import open_store
 from danling.remote.stored_run import RunLayout
 
 
-def settings(root: Path, url: str | None = None, backend: str = "file", **changes: Any) -> dict[str, Any]:
+def settings(
+    root: Path, url: str | None = None, backend: str = "file", **changes: Any
+) -> dict[str, Any]:
     return {
         "steps": 8,
         "accum_steps": 2,
@@ -28,13 +30,20 @@ def settings(root: Path, url: str | None = None, backend: str = "file", **change
         "evaluate_interval": 3,
         "auto_resume": True,
         "workspace_root": str(root),
-        "checkpoint": {"backend": backend, "async_enabled": False, "interval": 2, "remote.url": url},
+        "checkpoint": {
+            "backend": backend,
+            "async_enabled": False,
+            "interval": 2,
+            "remote.url": url,
+        },
         "log_interval": 1,
         **changes,
     }
 
 
-def train(config: dict[str, Any], stop_at: int | None = None) -> tuple[dict[str, Any], Path, list[int]]:
+def train(
+    config: dict[str, Any], stop_at: int | None = None
+) -> tuple[dict[str, Any], Path, list[int]]:
     with TracingRunner(config, stop_at=stop_at) as runner:
         runner.train()
         return whole_state(runner), runner.workspace.dir, runner.ids
@@ -49,7 +58,9 @@ def lose_machine(root: Path, url: str | None, stop_at: int = 4, **changes: Any) 
 
 
 @pytest.mark.parametrize("backend", ["file", "dcp"])
-def test_restored_run_equals_the_uninterrupted_one_bitwise(tmp_path: Path, url: str, backend: str) -> None:
+def test_restored_run_equals_the_uninterrupted_one_bitwise(
+    tmp_path: Path, url: str, backend: str
+) -> None:
     alone, first, ids = train(settings(tmp_path / "alone", backend=backend, seed=3))
     lose_machine(tmp_path / "lost", url, backend=backend, seed=3)
     resumed, directory, later = train(settings(tmp_path / "empty", url, backend=backend, seed=3))
@@ -81,24 +92,40 @@ def test_drawn_seed_of_the_lost_machine_is_kept(tmp_path: Path, url: str) -> Non
     lose_machine(tmp_path / "lost", url)
     with TracingRunner(settings(tmp_path / "empty", url)) as runner:
         assert runner.state.train.global_step == 4
-        (stored,) = {dl.TorchRunner.read_config(path)["seed"] for path in (tmp_path / "lost").rglob("latest.pth")}
+        (stored,) = {
+            dl.TorchRunner.read_config(path)["seed"]
+            for path in (tmp_path / "lost").rglob("latest.pth")
+        }
         assert runner.seed == stored
 
 
 @pytest.mark.parametrize("backend", ["file", "dcp"])
 def test_urls_are_taken_wherever_a_path_is(tmp_path: Path, url: str, backend: str) -> None:
     run = lose_machine(tmp_path / "lost", url, backend=backend, seed=3)
-    with TracingRunner(settings(tmp_path / "resume", backend=backend, seed=3, resume=run, auto_resume=False)) as runner:
+    with TracingRunner(
+        settings(tmp_path / "resume", backend=backend, seed=3, resume=run, auto_resume=False)
+    ) as runner:
         assert runner.state.train.global_step == 4
-        weights = {name: tensor.clone() for name, tensor in runner.unwrapped_model.state_dict().items()}
+        weights = {
+            name: tensor.clone() for name, tensor in runner.unwrapped_model.state_dict().items()
+        }
         runner.train()
         assert runner.state.train.global_step == 8
     latest = f"{run}/checkpoints/latest"
     with TracingRunner(
-        settings(tmp_path / "pretrained", seed=4, pretrained=latest, auto_resume=False, pretrained_averages=False)
+        settings(
+            tmp_path / "pretrained",
+            seed=4,
+            pretrained=latest,
+            auto_resume=False,
+            pretrained_averages=False,
+        )
     ) as runner:
         assert runner.state.train.global_step == 0
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in runner.unwrapped_model.state_dict().items())
+        assert all(
+            torch.equal(tensor, weights[name])
+            for name, tensor in runner.unwrapped_model.state_dict().items()
+        )
     assert TracingRunner.read_config(run)["seed"] == 3
     with TracingRunner.from_checkpoint(run, {"workspace_root": str(tmp_path / "again")}) as runner:
         assert runner.state.train.global_step == 4 and runner.seed == 3
@@ -118,9 +145,13 @@ def test_present_file_is_not_downloaded_again(tmp_path: Path) -> None:
 
 def test_plain_weights_at_a_url_are_loaded(tmp_path: Path, url: str) -> None:
     weights = {
-        name: torch.randn_like(tensor) for name, tensor in TracingRunner(settings(tmp_path)).model.state_dict().items()
+        name: torch.randn_like(tensor)
+        for name, tensor in TracingRunner(settings(tmp_path)).model.state_dict().items()
     }
     torch.save(weights, tmp_path / "weights.pt")
     open_store(url).put("weights.pt", tmp_path / "weights.pt")
     with TracingRunner(settings(tmp_path / "run", pretrained=f"{url}/weights.pt")) as runner:
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in runner.unwrapped_model.state_dict().items())
+        assert all(
+            torch.equal(tensor, weights[name])
+            for name, tensor in runner.unwrapped_model.state_dict().items()
+        )

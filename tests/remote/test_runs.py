@@ -27,15 +27,26 @@ class Toy(dl.TorchRunner):
     def __init__(self, config: dl.RunnerConfig) -> None:
         super().__init__(config)
         generator = torch.Generator().manual_seed(1)
-        data = TensorDataset(torch.randn(64, 3, generator=generator), torch.randint(2, (64,), generator=generator))
+        data = TensorDataset(
+            torch.randn(64, 3, generator=generator), torch.randint(2, (64,), generator=generator)
+        )
         self.datasets = {"train": data, "val": data}
         self.model = nn.Linear(3, 2)
         self.criterion = nn.CrossEntropyLoss()
 
 
 def config(url: str | None, root: Path, **changes: Any) -> dl.RunnerConfig:
-    made = dl.RunnerConfig(epochs=3, seed=1, dataloader={"batch_size": 8}, optim={"type": "sgd", "lr": 0.1})
-    made.merge({"checkpoint.remote.url": url, "checkpoint.remote.retries": 0, "workspace_root": str(root), **changes})
+    made = dl.RunnerConfig(
+        epochs=3, seed=1, dataloader={"batch_size": 8}, optim={"type": "sgd", "lr": 0.1}
+    )
+    made.merge(
+        {
+            "checkpoint.remote.url": url,
+            "checkpoint.remote.retries": 0,
+            "workspace_root": str(root),
+            **changes,
+        }
+    )
     return made
 
 
@@ -51,7 +62,8 @@ def test_copy_equals_the_run_directory(
     there = {key.removeprefix(prefix) for key in moto.objects(bucket, prefix)}
     names = {key for key in there if key.endswith(".sha256")}
     assert names == {
-        f"checkpoints/{name}.pth.sha256" for name in ("latest", "best", *(f"ckpt-e00000{n}" for n in (1, 2, 3)))
+        f"checkpoints/{name}.pth.sha256"
+        for name in ("latest", "best", *(f"ckpt-e00000{n}" for n in (1, 2, 3)))
     }
     latest = (place / "checkpoints" / "latest.pth.sha256").read_bytes()
     assert moto.read(bucket, f"{prefix}checkpoints/latest.pth.sha256") == latest
@@ -84,7 +96,9 @@ def test_store_that_init_of_the_program_sets_is_followed(
     assert any("checkpoints/latest" in key for key in keys) == is_copied
 
 
-def test_another_store_that_init_of_the_program_names_is_the_only_one_written(tmp_path: Path) -> None:
+def test_another_store_that_init_of_the_program_names_is_the_only_one_written(
+    tmp_path: Path,
+) -> None:
     """Also where the seed was looked up in the store of the configuration before."""
     early, late = f"file://{tmp_path}/early", f"file://{tmp_path}/late"
     more = {"late_url": late, "steps": 2, "epochs": None, "seed": None, "auto_resume": True}
@@ -98,7 +112,11 @@ def test_the_copy_changes_no_bit_of_the_result_and_no_id(url: str, tmp_path: Pat
     weights, ids = [], []
     for place, named in (("with", url), ("without", None)):
         with Toy(
-            config(url, tmp_path / place, **{"checkpoint.remote.url": named, "checkpoint.remote.retries": 5})
+            config(
+                url,
+                tmp_path / place,
+                **{"checkpoint.remote.url": named, "checkpoint.remote.retries": 5},
+            )
         ) as runner:
             runner.train()
             weights.append([parameter.detach().clone() for parameter in runner.model.parameters()])
@@ -112,7 +130,12 @@ def test_credentials_of_the_hook_are_used(url: str, tmp_path: Path) -> None:
     class Renewing(Toy):
         def remote_credentials(self) -> dict[str, Any]:
             asked.append(1)
-            return {"access_key_id": "key", "secret_access_key": "secret", "token": None, "expires_at": None}
+            return {
+                "access_key_id": "key",
+                "secret_access_key": "secret",
+                "token": None,
+                "expires_at": None,
+            }
 
     with Renewing(config(url, tmp_path)) as runner:
         runner.train()
@@ -128,15 +151,24 @@ def test_busy_store_at_the_start_is_retried_with_one_line(
     busy = proxy.answer(503, "SlowDown")
     healing = threading.Timer(2.0, proxy.heal)
     healing.start()
-    with caplog.at_level("INFO", "danling"), Toy(config(url, tmp_path / "two", epochs=4, auto_resume=True)) as again:
+    with (
+        caplog.at_level("INFO", "danling"),
+        Toy(config(url, tmp_path / "two", epochs=4, auto_resume=True)) as again,
+    ):
         again.train()
         assert again.state.train.global_step == 32
     healing.join()
-    told = [record.message for record in caplog.records if "is asked again for up to 30 s" in record.message]
+    told = [
+        record.message
+        for record in caplog.records
+        if "is asked again for up to 30 s" in record.message
+    ]
     assert busy.hit >= 2 and len(told) == 1 and "503" in told[0]
 
 
-def test_workers_are_forked_while_an_upload_runs(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+def test_workers_are_forked_while_an_upload_runs(
+    proxy: FaultProxy, url: str, tmp_path: Path
+) -> None:
     fault = proxy.hold(when=lambda request: request.is_upload and "/objects/" in request.path)
 
     class Held(Toy):
@@ -164,11 +196,15 @@ with Toy(config(None, Path({str(tmp_path)!r}))) as runner:
     runner.train()
     assert not [thread.name for thread in threading.enumerate() if thread.name in ("danling-remote", "danling-lease")]
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
-def test_failure_of_a_required_store_ends_the_training(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+def test_failure_of_a_required_store_ends_the_training(
+    proxy: FaultProxy, url: str, tmp_path: Path
+) -> None:
     runner = Toy(config(url, tmp_path, **{"checkpoint.remote.required": True, "epochs": 200}))
     proxy.answer(403, "ExpiredToken", when=lambda request: request.is_upload)
     with pytest.raises(RemoteError):
@@ -194,7 +230,9 @@ def test_machines_without_a_common_disk_number_their_runs_as_one(url: str, tmp_p
 
     first, _ = begin("a")
     assert begin("b") == (f"{first}-2", 0), "what another machine has begun is not written over"
-    assert begin("a", epochs=2, auto_resume=True) == (f"{first}-2", 8), "the newest is gone on in, wherever it was"
+    assert begin("a", epochs=2, auto_resume=True) == (f"{first}-2", 8), (
+        "the newest is gone on in, wherever it was"
+    )
     assert begin("c", epochs=3, auto_resume=True) == (f"{first}-2", 16)
     assert begin("a") == (f"{first}-3", 0)
 
@@ -218,7 +256,9 @@ with Toy(config({url!r}, Path({root!r}), **{{"epochs": {epochs}, "checkpoint.rem
 def test_exit_code_reports_a_missing_last_save(
     epochs: int, code: int, proxy: FaultProxy, url: str, tmp_path: Path
 ) -> None:
-    script = SCRIPT.format(tests=str(Path(__file__).parents[1]), url=url, root=str(tmp_path), epochs=epochs)
+    script = SCRIPT.format(
+        tests=str(Path(__file__).parents[1]), url=url, root=str(tmp_path), epochs=epochs
+    )
     python = sys.executable if code == 1 else interpreter()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     program = subprocess.Popen([python, "-c", script], text=True, **pipes)

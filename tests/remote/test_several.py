@@ -47,11 +47,16 @@ def write_target(directory: Path, sequence: int, names: tuple[str, ...]) -> list
 def two_mirrors(url: str, directory: Path) -> list[RunMirror]:
     store = open_store(url, settings=RemoteSettings(retries=0, timeout_seconds=20.0))
     managers: list[Any] = [
-        SimpleNamespace(domain=SimpleNamespace(rank=rank, size=2), directory=directory, store_class=TargetStore)
+        SimpleNamespace(
+            domain=SimpleNamespace(rank=rank, size=2), directory=directory, store_class=TargetStore
+        )
         for rank in (0, 1)
     ]
     settings = RunnerConfig().checkpoint.remote
-    return [RunMirror(StoredRun(store, LAYOUT), manager, directory / "run", settings) for manager in managers]
+    return [
+        RunMirror(StoredRun(store, LAYOUT), manager, directory / "run", settings)
+        for manager in managers
+    ]
 
 
 def test_a_target_counts_when_the_files_of_all_ranks_are_there(
@@ -74,15 +79,21 @@ def test_a_target_counts_when_the_files_of_all_ranks_are_there(
         content = (tmp_path / "targets" / str(of_first.target) / file).read_bytes()
         assert moto.read(bucket, f"{prefix}targets/{of_first.target}/{file}") == content
     # The manifest goes before the pointers, and after all else.
-    puts = [request.path.rpartition("/")[2] for request in proxy.requests if request.method == "PUT"]
+    puts = [
+        request.path.rpartition("/")[2] for request in proxy.requests if request.method == "PUT"
+    ]
     assert puts[-3:] == ["manifest.sha256", "ckpt-s000000000001", "latest"] and len(puts) == 3 + 4
 
 
-def test_files_of_a_rank_ahead_are_not_removed(moto: ObjectServer, url: str, tmp_path: Path) -> None:
+def test_files_of_a_rank_ahead_are_not_removed(
+    moto: ObjectServer, url: str, tmp_path: Path
+) -> None:
     first, second = two_mirrors(url, tmp_path)
     bucket, prefix = url.split("/")[2], f"runs/{LAYOUT.checkpoints}/targets/"
     for sequence in (1, 2):
-        for mirror, saved in zip((second, first), reversed(write_target(tmp_path, sequence, ("latest",)))):
+        for mirror, saved in zip(
+            (second, first), reversed(write_target(tmp_path, sequence, ("latest",)))
+        ):
             mirror.saved(saved)
             mirror.wait()
     of_first, of_second = write_target(tmp_path, 3, ("latest",))
@@ -90,7 +101,9 @@ def test_files_of_a_rank_ahead_are_not_removed(moto: ObjectServer, url: str, tmp
     second.wait()
     first.run.forget()
     first._sweep(2, ())
-    targets = {key.removeprefix(prefix).split("/")[0] for key in moto.objects(bucket, prefix.rstrip("/"))}
+    targets = {
+        key.removeprefix(prefix).split("/")[0] for key in moto.objects(bucket, prefix.rstrip("/"))
+    }
     assert targets == {"00000002-00000002", str(of_second.target)}
     first.saved(of_first)
     first.close(), second.close()
@@ -112,15 +125,21 @@ def settings(root: str, url: str | None, **changes: Any) -> dict[str, Any]:
 def lose_machine(root: str, url: str, changes: dict[str, Any]) -> list[str]:
     """Train alone, on a machine that is lost, and on an empty one; return the weights and updates that differ at the end."""
 
-    def train(place: str, url: str | None, stop_at: int | None = None) -> tuple[int, dict[str, Any]]:
+    def train(
+        place: str, url: str | None, stop_at: int | None = None
+    ) -> tuple[int, dict[str, Any]]:
         with AnyStackRunner(settings(f"{root}/{place}", url, **changes), stop_at=stop_at) as runner:
             begun = runner.state.train.global_step
             runner.train()
             weights = runner.unwrapped_model.state_dict()
             whole = {
-                name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in weights.items()
+                name: value.full_tensor() if hasattr(value, "full_tensor") else value
+                for name, value in weights.items()
             }
-            return begun, {"trace": runner.trace[-3:], **{name: value.clone() for name, value in whole.items()}}
+            return begun, {
+                "trace": runner.trace[-3:],
+                **{name: value.clone() for name, value in whole.items()},
+            }
 
     alone, lost, resumed = train("alone", None), train("lost", url, stop_at=5), train("empty", url)
     assert (lost[0], resumed[0]) == (0, 5)
@@ -134,7 +153,9 @@ STACKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stack", ["ddp", "parallel", pytest.param("deepspeed", marks=needs_deepspeed)])
+@pytest.mark.parametrize(
+    "stack", ["ddp", "parallel", pytest.param("deepspeed", marks=needs_deepspeed)]
+)
 def test_two_ranks_go_on_bitwise_on_an_empty_machine(
     moto: ObjectServer, proxy: FaultProxy, url: str, tmp_path: Path, stack: str
 ) -> None:
@@ -143,25 +164,37 @@ def test_two_ranks_go_on_bitwise_on_an_empty_machine(
     keys = list(moto.objects(bucket))
     assert not [key for key in keys if "/lock" in key] and moto.unfinished_uploads(bucket) == 0
     of_targets = {key.split("/targets/")[1].split("/")[0] for key in keys if "/targets/" in key}
-    complete = {key.split("/targets/")[1].split("/")[0] for key in keys if key.endswith("/manifest.sha256")}
+    complete = {
+        key.split("/targets/")[1].split("/")[0] for key in keys if key.endswith("/manifest.sha256")
+    }
     assert of_targets == complete and bool(complete) == (stack != "ddp")
     assert any("__1_0.distcp" in key for key in keys) == (stack == "parallel")
     # Both ranks read what their machine has downloaded once.
-    read = [r.path for r in proxy.requests if r.method == "GET" and ("/objects/" in r.path or "/targets/" in r.path)]
+    read = [
+        r.path
+        for r in proxy.requests
+        if r.method == "GET" and ("/objects/" in r.path or "/targets/" in r.path)
+    ]
     read = [path for path in read if not path.endswith(".sha256")]
     assert read and len(read) == len({*read})
 
 
 def train_in_haste(root: str, url: str) -> int:
     """Train with collectives that fail after two seconds."""
-    with AnyStackRunner(settings(root, url, stack="ddp", comm={"train_timeout_seconds": 2.0})) as runner:
+    with AnyStackRunner(
+        settings(root, url, stack="ddp", comm={"train_timeout_seconds": 2.0})
+    ) as runner:
         runner.train()
         return int(runner.state.train.global_step)
 
 
 @pytest.mark.slow
-def test_ranks_without_an_upload_wait_for_the_uploading_one(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
-    fault = proxy.hold(when=lambda request: request.is_upload and request.path.endswith("latest.pth.sha256"))
+def test_ranks_without_an_upload_wait_for_the_uploading_one(
+    proxy: FaultProxy, url: str, tmp_path: Path
+) -> None:
+    fault = proxy.hold(
+        when=lambda request: request.is_upload and request.path.endswith("latest.pth.sha256")
+    )
     healer = threading.Thread(target=lambda: (fault.came.wait(60), time.sleep(8), fault.release()))
     healer.start()
     assert run_processes(train_in_haste, str(tmp_path), url) == [8, 8]
@@ -170,7 +203,13 @@ def test_ranks_without_an_upload_wait_for_the_uploading_one(proxy: FaultProxy, u
 
 def resume_where_the_store_fails(root: str) -> str:
     """Resume another run's checkpoint while the store does not say whether it has a best one, and return how that ended."""
-    common: dict[str, Any] = {"epochs": 2, "seed": 3, "dataloader.batch_size": 4, "optim.type": "sgd", "log": False}
+    common: dict[str, Any] = {
+        "epochs": 2,
+        "seed": 3,
+        "dataloader.batch_size": 4,
+        "optim.type": "sgd",
+        "log": False,
+    }
     with TracingRunner({**common, "dir": f"{root}/first"}) as runner:
         runner.train()
 
@@ -178,7 +217,10 @@ def resume_where_the_store_fails(root: str) -> str:
         raise RemoteError(f"Expected to list {name}. Received: no answer.")
 
     RemoteStores.has = fails  # type: ignore[method-assign]
-    again = {"resume": f"{root}/first/checkpoints/latest.pth", "checkpoint.remote.url": f"file://{root}/bucket"}
+    again = {
+        "resume": f"{root}/first/checkpoints/latest.pth",
+        "checkpoint.remote.url": f"file://{root}/bucket",
+    }
     try:
         with TracingRunner({**common, "dir": f"{root}/second", "epochs": 3, **again}):
             return "resumed"
@@ -186,6 +228,8 @@ def resume_where_the_store_fails(root: str) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def test_store_failing_on_the_main_process_at_a_resume_fails_all_ranks_alike(tmp_path: Path) -> None:
+def test_store_failing_on_the_main_process_at_a_resume_fails_all_ranks_alike(
+    tmp_path: Path,
+) -> None:
     told = run_processes(resume_where_the_store_fails, str(tmp_path), world_size=2, timeout=50)
     assert told == ["RemoteError: Expected to list best. Received: no answer."] * 2

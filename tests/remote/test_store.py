@@ -54,10 +54,16 @@ def store(
         server = moto if request.param == "moto" else localbucket
         yield open_store(use(server, monkeypatch), settings=QUICK)
         return
-    yield open_store(f"file://{tmp_path}/store" if request.param == "file" else f"memory:///{secrets.token_hex(8)}")
+    yield open_store(
+        f"file://{tmp_path}/store"
+        if request.param == "file"
+        else f"memory:///{secrets.token_hex(8)}"
+    )
 
 
-def test_objects_are_put_listed_read_in_ranges_and_removed(store: RemoteStore, tmp_path: Path) -> None:
+def test_objects_are_put_listed_read_in_ranges_and_removed(
+    store: RemoteStore, tmp_path: Path
+) -> None:
     large = secrets.token_bytes((6 << 20) + 1)
     (tmp_path / "large").write_bytes(large)
     store.put("a/large", tmp_path / "large")
@@ -65,7 +71,9 @@ def test_objects_are_put_listed_read_in_ranges_and_removed(store: RemoteStore, t
     store.put("ab", b"beside")
     assert store.get("a/large") == large and b"".join(store.chunks("a/large", 1 << 20)) == large
     listed = {entry.key: entry.size for entry in store.list("a")}
-    assert listed == {"a/large": len(large), "a/deeper/b": 10} and store.directories("a") == ["deeper"]
+    assert listed == {"a/large": len(large), "a/deeper/b": 10} and store.directories("a") == [
+        "deeper"
+    ]
     assert store.directories() == ["a"] and store.head("ab").size == 6
     assert [entry.key for entry in store.list("a", after="a/deeper/b")] == ["a/large"]
     for key in ("a/large", "a/never", "a/large"):
@@ -130,7 +138,11 @@ def test_errors_name_the_object_and_the_mend_on_one_line(
         proxy.answer(status, code)
         with pytest.raises(kind, match=text) as caught:
             store.put("a/b", b"content")
-        assert type(caught.value) is kind and "\n" not in str(caught.value) and f"{url}/a/b" in str(caught.value)
+        assert (
+            type(caught.value) is kind
+            and "\n" not in str(caught.value)
+            and f"{url}/a/b" in str(caught.value)
+        )
         proxy.heal()
     with pytest.raises(RemoteMissing, match="Make the bucket"):
         open_store("s3://no-such-bucket-here").put("a", b"content")
@@ -140,11 +152,19 @@ def test_errors_name_the_object_and_the_mend_on_one_line(
 
 @pytest.mark.parametrize("bad", [("lin/one/../other", "lin/two/files/./other"), ("../lin/x",)])
 def test_key_with_dots_is_named_once_and_the_other_objects_are_listed(
-    bad: tuple[str, ...], moto: ObjectServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bad: tuple[str, ...],
+    moto: ObjectServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url = use(moto, monkeypatch)
     bucket = url.split("/")[2]
-    keys = ["lin/one/checkpoints/latest.pth", "lin/one/files/metrics.jsonl", "lin/two/files/logs/a.log", "top"]
+    keys = [
+        "lin/one/checkpoints/latest.pth",
+        "lin/one/files/metrics.jsonl",
+        "lin/two/files/logs/a.log",
+        "top",
+    ]
     for key in keys:
         moto.write(bucket, f"pre/fix/{key}", b"content")
     for key in bad:
@@ -157,11 +177,18 @@ def test_key_with_dots_is_named_once_and_the_other_objects_are_listed(
         assert [entry.key for entry in store.list(prefix)] == found
         told = [record.getMessage() for record in caplog.records]
         is_met = any(f"/{key}".startswith(f"/{prefix}" if prefix else "") for key in bad)
-        assert len(told) == is_met and all("Remove that object" in line and "/." in line for line in told)
+        assert len(told) == is_met and all(
+            "Remove that object" in line and "/." in line for line in told
+        )
         caplog.clear()
-    assert store.directories("lin") == ["one", "two"] and store.directories("lin/one") == ["checkpoints", "files"]
+    assert store.directories("lin") == ["one", "two"] and store.directories("lin/one") == [
+        "checkpoints",
+        "files",
+    ]
     assert store.directories() == ["lin"]
-    assert [entry.key for entry in store.list("lin", after="lin/one/files/metrics.jsonl")] == [keys[2]]
+    assert [entry.key for entry in store.list("lin", after="lin/one/files/metrics.jsonl")] == [
+        keys[2]
+    ]
 
 
 def test_revoked_credentials_are_renewed_before_they_expire(
@@ -172,11 +199,18 @@ def test_revoked_credentials_are_renewed_before_they_expire(
 
     def credentials() -> dict[str, object]:
         end = datetime.now(UTC) + timedelta(hours=1)
-        return {"access_key_id": names[0], "secret_access_key": "secret", "token": None, "expires_at": end}
+        return {
+            "access_key_id": names[0],
+            "secret_access_key": "secret",
+            "token": None,
+            "expires_at": end,
+        }
 
     store = open_store(url, settings=QUICK, credentials=credentials)
     store.put("a", b"one")
-    revoked = proxy.answer(403, "InvalidToken", when=lambda request: "Credential=first" in str(request.headers))
+    revoked = proxy.answer(
+        403, "InvalidToken", when=lambda request: "Credential=first" in str(request.headers)
+    )
     with pytest.raises(RemoteDenied):
         store.get("a")
     del names[0]
@@ -212,7 +246,9 @@ def test_a_forked_process_is_told_instead_of_hanging(tmp_path: Path) -> None:
     os.close(ours)
 
 
-def test_without_the_package_the_mend_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_package_the_mend_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ImportError, match="pip install obstore"):
         open_store(f"file://{tmp_path}")

@@ -26,7 +26,9 @@ def untouched() -> Iterator[None]:
     assert (logger.level, logger.handlers) == (own, [])
 
 
-def test_lines_go_to_the_file_and_the_console(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_go_to_the_file_and_the_console(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "logs" / "t0.log"
     log = RunLog(file)
     logger.info("step %d", 3)
@@ -36,7 +38,10 @@ def test_lines_go_to_the_file_and_the_console(tmp_path: Path, capfd: pytest.Capt
     log.close()
     logger.warning("after")
     lines = file.read_text().splitlines()
-    assert [line.split(" ", 2)[2] for line in lines] == ["INFO danling: step 3", "WARNING danling.somewhere: careful"]
+    assert [line.split(" ", 2)[2] for line in lines] == [
+        "INFO danling: step 3",
+        "WARNING danling.somewhere: careful",
+    ]
     shown = capfd.readouterr().err
     assert "step 3\n" in shown
     assert "WARNING: " in shown
@@ -78,7 +83,9 @@ def test_failed_open_leaves_nothing_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_main", [True, False])
-def test_program_with_its_own_terminal_log_shows_each_line_once(is_main: bool, tmp_path: Path) -> None:
+def test_program_with_its_own_terminal_log_shows_each_line_once(
+    is_main: bool, tmp_path: Path
+) -> None:
     script = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, format='mine %(message)s')\n"
         "from danling.reporting import RunLog\n"
@@ -86,7 +93,9 @@ def test_program_with_its_own_terminal_log_shows_each_line_once(is_main: bool, t
         "logger.info('hello'); logger.warning('odd'); log.close()\n"
     )
     file = tmp_path / "run.log"
-    done = subprocess.run([interpreter(), "-c", script, str(file)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [interpreter(), "-c", script, str(file)], capture_output=True, text=True, check=True
+    )
     assert done.stderr == ("mine hello\n" if is_main else "") + "mine odd\n"
     assert file.exists() == is_main and (not is_main or "INFO danling: hello\n" in file.read_text())
 
@@ -114,7 +123,9 @@ def test_warnings_of_a_construction_are_shown_once_and_begin_the_file(
         "WARNING danling: late",
     ]
     assert others.read_text().count("WARNING danling: early") == 1
-    shown = [line.split(" ", 1)[0] for line in capfd.readouterr().err.splitlines() if "early" in line]
+    shown = [
+        line.split(" ", 1)[0] for line in capfd.readouterr().err.splitlines() if "early" in line
+    ]
     assert shown == ["WARNING:", "WARNING:"]
 
 

@@ -52,7 +52,10 @@ def test_tensorboard_shows_each_kind(tmp_path: Path) -> None:
     assert (image.step, image.width, image.height) == (2, 5, 4)
     (histogram,) = events.Histograms("val/histogram")
     assert (histogram.histogram_value.num, histogram.histogram_value.sum) == (3, 5.0)
-    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    texts = {
+        tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in events.Tags()["tensors"]
+    }
     assert texts["val/text/text_summary"] == "a <b> text"
     assert texts["val/table/text_summary"].splitlines() == [
         "| name | count |",
@@ -84,7 +87,10 @@ def test_trackio_has_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     (logs,) = run_processes(
-        _trackio_logs, tmp_path, world_size=1, environment={"TRACKIO_DIR": str(tmp_path / "trackio")}
+        _trackio_logs,
+        tmp_path,
+        world_size=1,
+        environment={"TRACKIO_DIR": str(tmp_path / "trackio")},
     )
     assert {name: value["_type"] for name, value in logs.items()} == {
         "val/image": "trackio.image",
@@ -171,5 +177,7 @@ def test_value_without_pixels_is_refused(image: Any, received: str) -> None:
 
 
 def test_row_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="Expected rows of 2 values, one a column. Received: 1 values in row 1"):
+    with pytest.raises(
+        ValueError, match="Expected rows of 2 values, one a column. Received: 1 values in row 1"
+    ):
         media.rows_of(["a", "b"], [[1, 2], [3]])

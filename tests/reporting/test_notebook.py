@@ -57,14 +57,18 @@ class Manager(KernelManager):
     @property
     def kernel_spec(self) -> KernelSpec:
         """The kernel."""
-        return KernelSpec(argv=[interpreter(), "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+        return KernelSpec(
+            argv=[interpreter(), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        )
 
 
 def run_cells(*cells: str) -> list[dict[str, str]]:
     """Run cells in one kernel, in the working directory, and return what each shows, by kind."""
     home = Path.cwd() / "home"
     home.mkdir()
-    names = {name: str(home / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")}
+    names = {
+        name: str(home / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")
+    }
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     kernel = Manager()
@@ -91,11 +95,22 @@ def shown(outputs: list[Any]) -> dict[str, str]:
 
 
 def test_cells_show_a_bar_and_may_be_run_again() -> None:
-    cells = run_cells(DEFINE, TRAIN, TRAIN, NAMED, NAMED, GO_ON.replace("EPOCHS", "3"), GO_ON.replace("EPOCHS", "4"))
+    cells = run_cells(
+        DEFINE,
+        TRAIN,
+        TRAIN,
+        NAMED,
+        NAMED,
+        GO_ON.replace("EPOCHS", "3"),
+        GO_ON.replace("EPOCHS", "4"),
+    )
     first, second, named, again, on, further = cells[1:]
     html = first["html"]
     assert html.count("<progress") == 1 and 'max="8" value="8"' in html and "epoch 2/2" in html
-    assert "Finished: 8 updates" in first["stderr"] and "resume   Toy.from_checkpoint(" in first["stderr"]
+    assert (
+        "Finished: 8 updates" in first["stderr"]
+        and "resume   Toy.from_checkpoint(" in first["stderr"]
+    )
     assert "|" not in first["stdout"], "no bar of a terminal"
     # From scratch, a cell that is run again makes a run of its own, and says so; none of them fails.
     place = first["stdout"].split()[1]
@@ -105,8 +120,14 @@ def test_cells_show_a_bar_and_may_be_run_again() -> None:
     assert again["stdout"].split()[1:] == ["named-2", "2"]
     assert "has an earlier run, which stays as it is: this one, from scratch, is" in again["stderr"]
     # With auto_resume it goes on, although the runner of the cell before is still there.
-    assert on["stdout"].split()[1:] == ["named", "3"] and "Resumed from latest at step 8" in on["stderr"]
-    assert further["stdout"].split()[1:] == ["named", "4"] and "Resumed from latest at step 12" in further["stderr"]
+    assert (
+        on["stdout"].split()[1:] == ["named", "3"]
+        and "Resumed from latest at step 8" in on["stderr"]
+    )
+    assert (
+        further["stdout"].split()[1:] == ["named", "4"]
+        and "Resumed from latest at step 12" in further["stderr"]
+    )
 
 
 def drawn(total: int | None, **settings: Any) -> tuple[Progress, list[str]]:

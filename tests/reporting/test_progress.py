@@ -61,7 +61,9 @@ def test_print_and_log_step_around_the_bar(monkeypatch: pytest.MonkeyPatch) -> N
     lines = [line.rsplit("\r", 1)[-1] for line in drawn[0].split("\r\n")]
     assert "printed line" in lines
     assert any(line.endswith(" logged line") for line in lines)
-    assert not any(" digits 5/10 (50%)" in line for line in lines), "the bar shows the figures already"
+    assert not any(" digits 5/10 (50%)" in line for line in lines), (
+        "the bar shows the figures already"
+    )
 
 
 def test_plain_lines_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,13 +81,19 @@ def test_plain_lines_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
     assert line.endswith("0:00:00 left")
 
 
-def test_lines_are_limited_by_time_and_the_last_one_is_written(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_are_limited_by_time_and_the_last_one_is_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     seconds = iter(range(1000))
     with (
         caplog.at_level(logging.INFO, logger="danling"),
         closing(
             Progress(
-                100, desc="gpt", stream=io.StringIO(), seconds_between_lines=60, clock=lambda: float(next(seconds))
+                100,
+                desc="gpt",
+                stream=io.StringIO(),
+                seconds_between_lines=60,
+                clock=lambda: float(next(seconds)),
             )
         ) as progress,
     ):
@@ -99,7 +107,10 @@ def test_lines_are_limited_by_time_and_the_last_one_is_written(caplog: pytest.Lo
 @pytest.mark.parametrize("columns", [60, 80, 100, 150])
 def test_ten_columns_are_left_for_the_bar(columns: int) -> None:
     """The name gives way first, then the last metrics; where all has room, all is shown."""
-    with terminal(columns=columns) as (stream, drawn), closing(Progress(780, desc="digits", stream=stream)) as progress:
+    with (
+        terminal(columns=columns) as (stream, drawn),
+        closing(Progress(780, desc="digits", stream=stream)) as progress,
+    ):
         progress.epoch = "epoch 7/10"
         progress.show(546, {"loss": 0.1328, "grad_norm": 0.9123, "lr": 2.519e-03})
         progress.doing("val 12")
@@ -110,7 +121,10 @@ def test_ten_columns_are_left_for_the_bar(columns: int) -> None:
     last = drawn[0].rstrip().rsplit("\r", 1)[-1]
     bar = last[last.index("|") + 1 : last.rindex("|")]
     assert len(last) <= columns and len(bar) >= 10 and last.endswith("|")
-    text = {60: "epoch 7/10  loss 0.1328  7", 80: "epoch 7/10  loss 0.1328  grad_norm 0.9123  lr 2.519e-03  7"}
+    text = {
+        60: "epoch 7/10  loss 0.1328  7",
+        80: "epoch 7/10  loss 0.1328  grad_norm 0.9123  lr 2.519e-03  7",
+    }
     whole = "digits epoch 7/10  loss 0.1328  grad_norm 0.9123  lr 2.519e-03  7"
     assert last.startswith(text.get(columns, whole))
 
@@ -128,7 +142,8 @@ def test_a_terminal_without_a_width_and_a_dumb_one_get_lines(
 def test_format_scores() -> None:
     values = {"lr": 3e-4, "n": 12, "big": 1.5e9, "zero": 0.0, "loss": math.nan}
     assert (
-        format_scores(values) == "lr 3.000e-04  n 12  big 1.500e+09  zero 0.0000  loss nan" and format_scores({}) == ""
+        format_scores(values) == "lr 3.000e-04  n 12  big 1.500e+09  zero 0.0000  loss nan"
+        and format_scores({}) == ""
     )
 
 

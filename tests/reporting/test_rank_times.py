@@ -51,11 +51,16 @@ def test_even_ranks_raise_no_alarm_however_few_looks_their_times_come_from(ranks
         for _ in range(4000 // ranks):
             # Busy at each look with the same chance, on every rank.
             busy = [sum(dice.random() < 0.5 for _ in range(looks)) for _ in range(ranks)]
-            assert not times.judge([[0.0, 0.05 * n, 0.05 * (looks - n), 0.0, 0.0, float(looks)] for n in busy])
+            assert not times.judge(
+                [[0.0, 0.05 * n, 0.05 * (looks - n), 0.0, 0.0, float(looks)] for n in busy]
+            )
 
 
 def test_small_differences_add_up_until_they_are_significant() -> None:
-    times, few = collected(), rows(*[[0.1, 0.6, 0.3, 0.0, 0.0]] * 3, [0.1, 0.9, 0.0, 0.0, 0.0], looks=10.0)
+    times, few = (
+        collected(),
+        rows(*[[0.1, 0.6, 0.3, 0.0, 0.0]] * 3, [0.1, 0.9, 0.0, 0.0, 0.0], looks=10.0),
+    )
     named = [times.judge(few) for _ in range(20)]
     assert named[0] == "" and any(found.startswith("rank 3 on b") for found in named)
     # Less than the share is nobody, whatever the number of looks.
@@ -74,7 +79,9 @@ def test_times_of_a_rank_add_up_to_the_elapsed_time() -> None:
 
 def test_table_has_the_machine_of_each_attempt_and_skips_lines_without_times() -> None:
     times = collected(hosts="ab")
-    older: dict[str, object] = {name: [EVEN[index], SLOW[index]] for index, name in enumerate(ACTIVITIES)}
+    older: dict[str, object] = {
+        name: [EVEN[index], SLOW[index]] for index, name in enumerate(ACTIVITIES)
+    }
     lines: list[dict[str, object]] = [{"step": 1, "train/loss": 0.5}, {"step": 2, "ranks": older}]
     lines += [{"step": step, "ranks": times.record(rows(EVEN, SLOW))} for step in (3, 4)]
     assert ["hosts" in str(line) for line in lines] == [False, False, True, False]
@@ -86,14 +93,20 @@ def test_table_has_the_machine_of_each_attempt_and_skips_lines_without_times() -
         (0, None, 0.0),
         (0, "a", 0.0),
     ]
-    assert table[0].cause == "computing" and table[0].seconds["computing"] == 18.0 and table[-1].cause is None
+    assert (
+        table[0].cause == "computing"
+        and table[0].seconds["computing"] == 18.0
+        and table[-1].cause is None
+    )
     assert rank_table([*lines[:1], {"ranks": {name: [] for name in ACTIVITIES}}]) == []
 
 
 def test_ranks_slow_by_turns_are_all_named() -> None:
     halves = [[EVEN, SLOW], [SLOW, EVEN]]
     lines = [
-        {"ranks": {n: [row[i] for row in half] for i, n in enumerate(ACTIVITIES)}} for half in halves for _ in "12"
+        {"ranks": {n: [row[i] for row in half] for i, n in enumerate(ACTIVITIES)}}
+        for half in halves
+        for _ in "12"
     ]
     assert [(row.rank, row.lost, row.cause) for row in rank_table(lines)] == [
         (0, 6.0, "computing"),

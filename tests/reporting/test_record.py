@@ -74,7 +74,12 @@ def trained(path: Path, steps: int, *parts: object, resume: str | None = None) -
             Scaled(2.0),
             ["number of GELU layers was 0, is 1; number of ReLU layers was 1, is 0"],
         ),
-        (nn.ReLU(), nn.MSELoss(), Scaled(3.0), ["transform of train was Scaled(2.0), is Scaled(3.0)"]),
+        (
+            nn.ReLU(),
+            nn.MSELoss(),
+            Scaled(3.0),
+            ["transform of train was Scaled(2.0), is Scaled(3.0)"],
+        ),
     ],
 )
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -90,7 +95,14 @@ def test_resume_with_other_parts_is_warned_of_once(
     trained(tmp_path / "run", 2, nn.ReLU(), nn.MSELoss(), Scaled(2.0))
     source = str(tmp_path / "run" / "checkpoints" / "latest.pth") if elsewhere else None
     with caplog.at_level("WARNING", "danling"):
-        trained(tmp_path / ("other" if elsewhere else "run"), 4, activation, criterion, transform, resume=source)
+        trained(
+            tmp_path / ("other" if elsewhere else "run"),
+            4,
+            activation,
+            criterion,
+            transform,
+            resume=source,
+        )
     lines = [line for line in caplog.messages if "continues with other parts" in line]
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines))
@@ -123,7 +135,9 @@ def test_resume_with_other_samples_of_a_subset_is_warned_of(
         with FoldRunner(config, number) as runner:
             runner.train()
     said = "train has other samples of its dataset; val has other samples of its dataset"
-    assert [said in line for line in caplog.messages if "continues with other parts" in line] == [True] * fold
+    assert [said in line for line in caplog.messages if "continues with other parts" in line] == [
+        True
+    ] * fold
 
 
 def test_samples_of_a_subset_are_known_with_any_default_device() -> None:
@@ -137,7 +151,11 @@ def test_a_fold_that_is_in_no_setting_is_told_that_its_run_is_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for fold in range(2):
-        config = dl.RunnerConfig(epochs=1, seed=1, dir=str(tmp_path), auto_resume=True, dataloader={"batch_size": 4})
+        config = dl.RunnerConfig(
+            epochs=1, seed=1, dir=str(tmp_path), auto_resume=True, dataloader={"batch_size": 4}
+        )
         with FoldRunner(config, fold) as runner:
             runner.train()
-    assert any("name in the configuration what differs, such as fold=1" in line for line in caplog.messages)
+    assert any(
+        "name in the configuration what differs, such as fold=1" in line for line in caplog.messages
+    )

@@ -62,7 +62,10 @@ def settings(directory: Path, **more: Any) -> dict[str, Any]:
 def test_updates_and_results_are_logged_with_their_metrics_and_speed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "danling"), Small(settings(tmp_path, epochs=2, accum_steps=2)) as runner:
+    with (
+        caplog.at_level(logging.INFO, "danling"),
+        Small(settings(tmp_path, epochs=2, accum_steps=2)) as runner,
+    ):
         runner.train()
     updates = [(step, values) for step, values in runner.noted.lines if "train/loss" in values]
     assert [step for step, _ in updates] == [2, 4]
@@ -91,7 +94,10 @@ def test_updates_and_results_are_logged_with_their_metrics_and_speed(
 def test_lines_begin_with_the_experiment_only_if_it_has_a_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, more: dict[str, Any], head: str
 ) -> None:
-    with caplog.at_level(logging.INFO, "danling"), Small(settings(tmp_path, log_seconds=0, **more)) as runner:
+    with (
+        caplog.at_level(logging.INFO, "danling"),
+        Small(settings(tmp_path, log_seconds=0, **more)) as runner,
+    ):
         runner.train()
     assert any(text.startswith(f"{head}  loss") for text in caplog.messages), caplog.messages
 
@@ -113,17 +119,25 @@ def test_epoch_on_the_bar_is_the_evaluated_and_saved_one(tmp_path: Path) -> None
 
     with Watched(settings(tmp_path, epochs=2)) as runner:
         runner.train()
-    wanted = [(what, f"epoch {epoch}/2") for epoch in (1, 2) for what in ("pass", "evaluation", "save")]
+    wanted = [
+        (what, f"epoch {epoch}/2") for epoch in (1, 2) for what in ("pass", "evaluation", "save")
+    ]
     assert [each for each in seen if each in wanted] == list(dict.fromkeys(seen)) == wanted
 
 
 def test_summed_loss_is_logged_as_the_sum(tmp_path: Path) -> None:
-    with Small(settings(tmp_path, steps=1, log_interval=1, dataloader={"batch_size": 16})) as runner:
+    with Small(
+        settings(tmp_path, steps=1, log_interval=1, dataloader={"batch_size": 16})
+    ) as runner:
         runner.criterion = nn.MSELoss(reduction="sum")
         inputs, targets = runner.datasets["train"].tensors
-        wanted = float(nn.functional.mse_loss(runner.model(inputs), targets, reduction="sum").detach())
+        wanted = float(
+            nn.functional.mse_loss(runner.model(inputs), targets, reduction="sum").detach()
+        )
         runner.train()
-    logged = next(values["train/loss"] for _, values in runner.noted.lines if "train/loss" in values)
+    logged = next(
+        values["train/loss"] for _, values in runner.noted.lines if "train/loss" in values
+    )
     assert logged == pytest.approx(wanted, rel=1e-5)
 
 
@@ -200,7 +214,10 @@ def test_failing_observer_is_dropped_and_a_critical_one_ends_the_training(
         runner.train()
     assert broken.updates == 1 and broken not in runner.observers and "out of order" in caplog.text
     critical = type("Critical", (Broken,), {"critical": True})
-    with Small(settings(tmp_path / "other", steps=3)) as runner, pytest.raises(RuntimeError, match="out of order"):
+    with (
+        Small(settings(tmp_path / "other", steps=3)) as runner,
+        pytest.raises(RuntimeError, match="out of order"),
+    ):
         runner.observers.append(critical())
         runner.train()
 
@@ -234,12 +251,15 @@ def test_a_resumed_run_goes_on_in_the_directory_of_its_last_events(tmp_path: Pat
         tracker = BUILT_IN_TRACKERS["tensorboard"](runner)
         assert isinstance(tracker, TensorBoardTracker)
         tracker.close()
-    assert len(list(earlier.iterdir())) == 1 and len(list((tmp_path / "tensorboard").iterdir())) == 1
+    assert (
+        len(list(earlier.iterdir())) == 1 and len(list((tmp_path / "tensorboard").iterdir())) == 1
+    )
     assert not [thread for thread in threading.enumerate() if "EventLogger" in thread.name]
 
 
 @pytest.mark.parametrize(
-    ("threads", "load", "cores", "said"), [(1, 9.0, 2, 0), (2, 1.5, 2, 0), (2, 9.0, 2, 1), (8, 9.0, 16, 0)]
+    ("threads", "load", "cores", "said"),
+    [(1, 9.0, 2, 0), (2, 1.5, 2, 0), (2, 9.0, 2, 1), (8, 9.0, 16, 0)],
 )
 def test_threads_that_share_cores_with_other_programs_are_named(
     threads: int, load: float, cores: int, said: int

@@ -35,7 +35,9 @@ class KilledBeforeItSaves(Line):
 
 
 def sharded(root: Path, stack: str) -> dict[str, Any]:
-    layout = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}} if stack == "parallel" else {}
+    layout = (
+        {"stack": "parallel", "parallel": {"axes": {"shard": 2}}} if stack == "parallel" else {}
+    )
     return settings(
         root,
         steps=8,
@@ -54,7 +56,9 @@ def train(config: Mapping[str, Any], killed: bool = False) -> None:
 
 
 @pytest.mark.parametrize("stack", ["ddp", "parallel"])
-def test_kill_between_row_and_save_leaves_every_row_once_on_two_ranks(stack: str, tmp_path: Path) -> None:
+def test_kill_between_row_and_save_leaves_every_row_once_on_two_ranks(
+    stack: str, tmp_path: Path
+) -> None:
     killed = run_outcomes(train, sharded(tmp_path / "killed", stack), True)
     assert all(outcome.error is not None for outcome in killed)
     assert [row for row in rows(tmp_path / "killed") if "val/loss" in row[1]] == [
@@ -109,7 +113,9 @@ def test_kill_behind_a_save_in_step_leaves_every_row_once(world_size: int, tmp_p
     assert {outcome.exit_code for outcome in killed} == {3}
     for of_rank in run_processes(save_in_step, config, world_size=world_size):
         assert of_rank == [("update", 4), ("update", 5), ("update", 6), ("save", 6)]
-    for of_rank in run_processes(save_in_step, settings(tmp_path / "alone", **more), world_size=world_size):
+    for of_rank in run_processes(
+        save_in_step, settings(tmp_path / "alone", **more), world_size=world_size
+    ):
         # An update is told of once, before the save that has it.
         assert of_rank == [*(("update", step) for step in (1, 2, 3)), ("save", 3), *of_rank[4:]]
         assert of_rank[4:] == [("update", 4), ("update", 5), ("update", 6), ("save", 6)]
@@ -150,7 +156,12 @@ def test_own_rows_are_there_once_after_a_failure(disturbed: str, tmp_path: Path)
     def config(name: str) -> dict[str, Any]:
         policy = {"interval": 4, "async_mode": "disabled"}
         return settings(
-            tmp_path / name, steps=8, log_interval=1, evaluate_interval=4, auto_resume=True, checkpoint=policy
+            tmp_path / name,
+            steps=8,
+            log_interval=1,
+            evaluate_interval=4,
+            auto_resume=True,
+            checkpoint=policy,
         )
 
     with pytest.raises((RuntimeError, SystemExit)), LogsItself(config("killed")) as runner:
@@ -163,9 +174,16 @@ def test_own_rows_are_there_once_after_a_failure(disturbed: str, tmp_path: Path)
 
 
 def test_resume_from_an_older_save_cuts_by_its_own_mark(tmp_path: Path) -> None:
-    config = settings(tmp_path / "run", steps=8, log_interval=1, checkpoint={"interval": 4, "async_mode": "disabled"})
+    config = settings(
+        tmp_path / "run",
+        steps=8,
+        log_interval=1,
+        checkpoint={"interval": 4, "async_mode": "disabled"},
+    )
     with Small(config) as runner:
-        runner.log_figures({"own/before": 1.0}, step=1_000_000)  # a number of its own, such as of samples
+        runner.log_figures(
+            {"own/before": 1.0}, step=1_000_000
+        )  # a number of its own, such as of samples
         runner.train()
     before = rows(tmp_path / "run")
     with Small({**config, "resume": "ckpt-s000000000004", "auto_resume": False}) as runner:
@@ -184,10 +202,15 @@ def test_resume_from_an_older_save_cuts_by_its_own_mark(tmp_path: Path) -> None:
         (None, [1, 2, 2, 2]),
     ],
 )
-def test_file_is_cut_at_its_mark(mark: FileMark | None, expected: list[int], tmp_path: Path) -> None:
+def test_file_is_cut_at_its_mark(
+    mark: FileMark | None, expected: list[int], tmp_path: Path
+) -> None:
     file = tmp_path / "metrics.jsonl"
     steps = [1, 2, 2, 2, 3]
-    file.write_text("".join(json.dumps({"step": step, "loss": 0.0}) + "\n" for step in steps) + '{"step": 3, "lo')
+    file.write_text(
+        "".join(json.dumps({"step": step, "loss": 0.0}) + "\n" for step in steps)
+        + '{"step": 3, "lo'
+    )
     tracker = JsonlTracker(file, resume_step=2, resume_mark=mark)
     tracker.log({"loss": 1.0}, 5)
     tracker.close()
@@ -196,7 +219,9 @@ def test_file_is_cut_at_its_mark(mark: FileMark | None, expected: list[int], tmp
 
 
 def test_checkpoint_without_a_mark_resumes_by_its_step(tmp_path: Path) -> None:
-    config = settings(tmp_path / "run", steps=4, log_interval=1, checkpoint={"async_mode": "disabled"})
+    config = settings(
+        tmp_path / "run", steps=4, log_interval=1, checkpoint={"async_mode": "disabled"}
+    )
     with Small(config) as runner:
         runner.train()
     payload = torch.load(tmp_path / "run" / "checkpoints" / "latest.pth", weights_only=True)
@@ -229,10 +254,16 @@ def test_lost_rows_are_named(
     if lost == "file":
         file.unlink()
     else:
-        file.write_text("".join({"end": lines[:4], "torn": [*lines[:5], lines[5][:9]], "nothing": lines}[lost]))
+        file.write_text(
+            "".join({"end": lines[:4], "torn": [*lines[:5], lines[5][:9]], "nothing": lines}[lost])
+        )
     with Small({**config, "steps": 4, "auto_resume": True}) as runner:
         runner.train()
-    warnings = [record.getMessage() for record in caplog.records if "lines that were written" in record.getMessage()]
+    warnings = [
+        record.getMessage()
+        for record in caplog.records
+        if "lines that were written" in record.getMessage()
+    ]
     assert [named in warning for warning in warnings] == ([True] if named else [])
     # In another directory, the file begins with the run.
     caplog.clear()
@@ -240,7 +271,10 @@ def test_lost_rows_are_named(
         tmp_path / "run" / "checkpoints", {"steps": 5, "dir": str(tmp_path / "other")}
     ) as runner:
         runner.train()
-    assert "lines that were written" not in caplog.text and (tmp_path / "other" / "metrics.jsonl").is_file()
+    assert (
+        "lines that were written" not in caplog.text
+        and (tmp_path / "other" / "metrics.jsonl").is_file()
+    )
 
 
 def losses(run: Path) -> list[int]:
@@ -255,7 +289,9 @@ def losses(run: Path) -> list[int]:
 
 @pytest.mark.parametrize("way", ["again", "load_only", "same process"])
 def test_figures_of_an_older_save_remove_no_rows(way: str, tmp_path: Path) -> None:
-    config = settings(tmp_path / "run", steps=4, log_interval=1, tensorboard=True, checkpoint={"interval": 1})
+    config = settings(
+        tmp_path / "run", steps=4, log_interval=1, tensorboard=True, checkpoint={"interval": 1}
+    )
     with Small(config) as runner:
         runner.train()
         before = rows(tmp_path / "run")
@@ -272,7 +308,9 @@ def test_figures_of_an_older_save_remove_no_rows(way: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("way", ["train", "session", "same process"])
 def test_training_behind_an_older_save_replaces_the_rows_after_it(way: str, tmp_path: Path) -> None:
-    config = settings(tmp_path / "run", steps=4, log_interval=1, tensorboard=True, checkpoint={"interval": 1})
+    config = settings(
+        tmp_path / "run", steps=4, log_interval=1, tensorboard=True, checkpoint={"interval": 1}
+    )
 
     def go_on(runner: Small) -> None:
         runner.log_figures({"test/acc": 0.5})
@@ -311,7 +349,9 @@ class GoesBack(Small):
 
 
 def test_training_that_goes_back_has_its_rows_once(tmp_path: Path) -> None:
-    config = settings(tmp_path / "run", steps=6, log_interval=1, tensorboard=True, checkpoint={"interval": 1})
+    config = settings(
+        tmp_path / "run", steps=6, log_interval=1, tensorboard=True, checkpoint={"interval": 1}
+    )
     with Small({**config, "dir": str(tmp_path / "whole")}) as runner:
         runner.train()
     with GoesBack(config) as runner:
@@ -343,4 +383,6 @@ def test_line_behind_a_torn_one_is_whole(tmp_path: Path) -> None:
     tracker = JsonlTracker(file, resume_step=1, resume_mark=FileMark(1, 1), has_begun=False)
     tracker.log({"loss": 1.0}, 1)
     tracker.close()
-    assert [record["loss"] for record in read_jsonl(file)] == [0.0, 1.0] and len(file.read_text().splitlines()) == 3
+    assert [record["loss"] for record in read_jsonl(file)] == [0.0, 1.0] and len(
+        file.read_text().splitlines()
+    ) == 3

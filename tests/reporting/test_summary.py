@@ -35,7 +35,9 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
         """A runner."""
 
     own = {"note": "", "tags": [], "hub": {}, "url": "", "phrase": ""}
-    config = dl.RunnerConfig({"score_name": "acc", "epochs": 10, "patience": 2, "secret_keys": ["phrase"], **own})
+    config = dl.RunnerConfig(
+        {"score_name": "acc", "epochs": 10, "patience": 2, "secret_keys": ["phrase"], **own}
+    )
     main = ModuleType("__main__")
     main.__spec__, file = more.pop("spec", None), more.pop("file", "train.py")
     if file is not None:
@@ -48,7 +50,14 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
             config.parse()
         board = SimpleNamespace(split="val", name="acc")
         standing = SimpleNamespace(board=board, evaluations_since_best=2)
-        given = {"is_step_mode": False, "steps": None, "epochs": 10, "progress": 1.0, "world_size": 1, "stack": "ddp"}
+        given = {
+            "is_step_mode": False,
+            "steps": None,
+            "epochs": 10,
+            "progress": 1.0,
+            "world_size": 1,
+            "stack": "ddp",
+        }
         paths = SimpleNamespace(dir=run, checkpoints=run / "checkpoints")
         stop_reason = more.pop("stop_reason", None)
         best = {"best_score": 0.98333, "best_index": 7}
@@ -86,10 +95,26 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
             {"world_size": 1, "progress": 0.5, "launch": "danling run --ranks 3 --"},
             "danling run --ranks 3 -- python train.py --epochs 10 --dir 'runs/a b' --auto_resume true",
         ),
-        (None, {}, "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"),
-        ("", {"file": None}, "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()"),
+        (
+            None,
+            {},
+            "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()",
+        ),
+        (
+            "",
+            {"file": None},
+            "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()",
+        ),
     ],
-    ids=["stopped", "out of patience", "a module", "secrets", "another launcher", "no command line", "no script"],
+    ids=[
+        "stopped",
+        "out of patience",
+        "a module",
+        "secrets",
+        "another launcher",
+        "no command line",
+        "no script",
+    ],
 )
 def test_the_command_to_go_on_can_be_pasted_and_shows_no_secret(
     run: Path, words: str | None, more: dict[str, Any], command: str
@@ -106,7 +131,9 @@ def test_the_commands_have_the_place_of_the_run(run: Path) -> None:
     ]
 
 
-def test_commands_that_need_a_missing_package_say_so_or_do_without(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_need_a_missing_package_say_so_or_do_without(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for package in ("matplotlib", "safetensors"):
         monkeypatch.setitem(sys.modules, package, None)
     assert lines(run)[2:] == [
@@ -115,7 +142,9 @@ def test_commands_that_need_a_missing_package_say_so_or_do_without(run: Path, mo
     ]
 
 
-def test_module_that_the_program_has_made_is_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_that_the_program_has_made_is_no_error(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = lines(run)
     for package in ("matplotlib", "safetensors"):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
@@ -127,7 +156,10 @@ def test_missing_facts_are_not_named(run: Path) -> None:
     (run / "checkpoints" / "latest.pth").unlink()
     said = lines(run, stack="deepspeed")
     assert said[0] == "best     val.acc 0.9833 at epoch 7"
-    assert said[-1] == "weights  danling export 'runs/a b/checkpoints/latest' model.safetensors --trust"
+    assert (
+        said[-1]
+        == "weights  danling export 'runs/a b/checkpoints/latest' model.safetensors --trust"
+    )
     assert lines(Path("none"), best_index=None) == []
 
 
@@ -142,12 +174,23 @@ class Worse(dl.Runner):
         self.metrics = {"rising": lambda _, target: target.flatten() * (1 + self.state.train.epoch)}
 
 
-@pytest.mark.parametrize(("epochs", "more"), [(20, {"patience": 4}), (3, {"epochs": 6, "patience": 4})])
+@pytest.mark.parametrize(
+    ("epochs", "more"), [(20, {"patience": 4}), (3, {"epochs": 6, "patience": 4})]
+)
 def test_offered_settings_continue_a_run_out_of_patience(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, epochs: int, more: dict[str, int]
 ) -> None:
-    scored = {"score_name": "rising", "score_mode": "min", "patience": 2, "epochs": epochs, "optim": {"type": "sgd"}}
-    with Worse({"dir": str(tmp_path / "run"), "seed": 1, **scored}) as runner, caplog.at_level(logging.INFO, "danling"):
+    scored = {
+        "score_name": "rising",
+        "score_mode": "min",
+        "patience": 2,
+        "epochs": epochs,
+        "optim": {"type": "sgd"},
+    }
+    with (
+        Worse({"dir": str(tmp_path / "run"), "seed": 1, **scored}) as runner,
+        caplog.at_level(logging.INFO, "danling"),
+    ):
         runner.train()
     assert runner.state.train.epoch == 3
     [offer] = re.findall(r"resume   (.*)", caplog.text)

@@ -30,7 +30,9 @@ class Watched:
             config=SimpleNamespace(compile=SimpleNamespace(enable=False)),
             device=torch.device("cpu"),
             state=SimpleNamespace(train=self.train),
-            placement=SimpleNamespace(optimizer=domain or SimpleNamespace(size=1), counts_samples=counts),
+            placement=SimpleNamespace(
+                optimizer=domain or SimpleNamespace(size=1), counts_samples=counts
+            ),
             count_tokens=lambda read: 320,
             flops_per_token=lambda: 10.0,
             flops_per_sample=lambda: None,
@@ -95,7 +97,9 @@ def test_evaluation_counts_for_the_time_left_only() -> None:
     watched.now += 5.0
     watched.telemetry.evaluation_ended("val")
     figures = watched.figures()
-    assert figures["step_seconds"] == pytest.approx(0.1) and figures["eta_seconds"] == pytest.approx(90.0)
+    assert figures["step_seconds"] == pytest.approx(0.1) and figures[
+        "eta_seconds"
+    ] == pytest.approx(90.0)
     assert watched.telemetry.summary(watched.runner) == (
         "10 updates to step 10 in 10.0 s: 10 updates/s, 320 samples/s, 25% waiting for data, 90% evaluating and saving, 0 skipped"
     )
@@ -103,7 +107,9 @@ def test_evaluation_counts_for_the_time_left_only() -> None:
 
 class Peaked(TorchRunner):
     def __init__(self, directory: Path) -> None:
-        super().__init__({"steps": 3, "accum_steps": 2, "dir": directory, "log": False, "optim.type": "sgd"})
+        super().__init__(
+            {"steps": 3, "accum_steps": 2, "dir": directory, "log": False, "optim.type": "sgd"}
+        )
         self.model, self.criterion = nn.Linear(4, 2), nn.MSELoss()
         self.datasets = {"train": [(torch.ones(4), torch.ones(2))] * 8}
 
@@ -144,5 +150,8 @@ def shares() -> tuple[dict[str, float], list[list[float]], int]:
 
 def test_ranks_share_their_figures_in_one_collective() -> None:
     for figures, rows, collectives in run_processes(shares, init_process_group=True):
-        assert (figures["tokens_per_second"], figures["data_share"]) == (pytest.approx(3200), pytest.approx(0.5))
+        assert (figures["tokens_per_second"], figures["data_share"]) == (
+            pytest.approx(3200),
+            pytest.approx(0.5),
+        )
         assert figures["memory_host_gib"] > 0 and rows == [[0.0], [1.0]] and collectives == 1

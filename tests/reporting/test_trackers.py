@@ -19,7 +19,12 @@ from support.tracked import tracked
 
 from danling.reporting import JsonlTracker, media, read_jsonl
 from danling.reporting import trackers as module
-from danling.reporting.trackers import BUILT_IN_TRACKERS, TensorBoardTracker, TrackerSet, WandbTracker
+from danling.reporting.trackers import (
+    BUILT_IN_TRACKERS,
+    TensorBoardTracker,
+    TrackerSet,
+    WandbTracker,
+)
 
 
 def log_steps(tracker: JsonlTracker, steps: range, sign: int = 1) -> None:
@@ -44,7 +49,9 @@ def test_jsonl_is_one_object_a_line_and_is_cut_back_to_the_resumed_step(tmp_path
     resumed.close()
 
 
-def test_jsonl_of_another_attempt_from_scratch_starts_anew_but_only_when_it_logs(tmp_path: Path) -> None:
+def test_jsonl_of_another_attempt_from_scratch_starts_anew_but_only_when_it_logs(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "metrics.jsonl"
     log_steps(JsonlTracker(file), range(1, 2))
     JsonlTracker(file).close()
@@ -71,7 +78,9 @@ def test_only_a_tracker_with_its_own_log_gets_no_ranks(tmp_path: Path) -> None:
     trackers.opened = [Named(tmp_path / "named"), Halved(tmp_path / "halved")]
     trackers.log({"loss": 1.0}, 1, beside={"ranks": [0]})
     trackers.close()
-    assert [line.get("ranks") for name in ("named", "halved") for line in read_jsonl(tmp_path / name)] == [[0], None]
+    assert [
+        line.get("ranks") for name in ("named", "halved") for line in read_jsonl(tmp_path / name)
+    ] == [[0], None]
 
 
 def test_tensorboard_is_read_by_its_own_reader(tmp_path: Path) -> None:
@@ -103,7 +112,10 @@ def wandb_records(directory: Path) -> list[Any]:
     end = time.monotonic() + 60
     while True:
         records = _wandb_records(directory)
-        if any(record.WhichOneof("record_type") == "exit" for record in records) or time.monotonic() > end:
+        if (
+            any(record.WhichOneof("record_type") == "exit" for record in records)
+            or time.monotonic() > end
+        ):
             return records
         time.sleep(0.1)
 
@@ -154,7 +166,9 @@ def test_wandb_offline_takes_all_keys_and_a_resumed_run_continues_its_own(tmp_pa
     }
 
     def opened(**more: Any) -> WandbTracker:
-        return WandbTracker(tracked(tmp_path, run="abc1234-00ff", wandb=settings | more, optim={"lr": 0.1}))
+        return WandbTracker(
+            tracked(tmp_path, run="abc1234-00ff", wandb=settings | more, optim={"lr": 0.1})
+        )
 
     first = opened()
     first.log({"train/loss": 0.5}, 10)
@@ -170,9 +184,16 @@ def test_wandb_offline_takes_all_keys_and_a_resumed_run_continues_its_own(tmp_pa
         assert (run.run_id, run.project, run.entity) == ("abc1234-00ff", "lin", "team")
         assert (run.run_group, run.display_name, run.job_type) == ("exp", "first", "train")
         assert list(run.tags) == (["one"] if step == 10 else ["one", "two"])
-        assert json.loads(next(item.value_json for item in run.config.update if item.key == "optim")) == {"lr": 0.1}
-        logged = next(record.history for record in records if record.WhichOneof("record_type") == "history")
-        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in logged.item}
+        assert json.loads(
+            next(item.value_json for item in run.config.update if item.key == "optim")
+        ) == {"lr": 0.1}
+        logged = next(
+            record.history for record in records if record.WhichOneof("record_type") == "history"
+        )
+        items = {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in logged.item
+        }
         assert logged.step.num == step
         assert items["train/loss"] == value
 
@@ -180,9 +201,16 @@ def test_wandb_offline_takes_all_keys_and_a_resumed_run_continues_its_own(tmp_pa
 @pytest.mark.usefixtures("quiet_wandb")
 @pytest.mark.parametrize(
     ("status", "exit_code", "preempting"),
-    [("finished", 0, False), ("failed", 1, False), ("interrupted", 255, False), ("preempted", 143, True)],
+    [
+        ("finished", 0, False),
+        ("failed", 1, False),
+        ("interrupted", 255, False),
+        ("preempted", 143, True),
+    ],
 )
-def test_wandb_is_told_how_a_run_ended(tmp_path: Path, status: str, exit_code: int, preempting: bool) -> None:
+def test_wandb_is_told_how_a_run_ended(
+    tmp_path: Path, status: str, exit_code: int, preempting: bool
+) -> None:
     trackers = TrackerSet(tracked(tmp_path, wandb={"mode": "offline"}))
     trackers.add(lambda: WandbTracker(trackers._runner))
     trackers.open()
@@ -218,10 +246,17 @@ def test_wandb_has_each_kind_of_media(tmp_path: Path) -> None:
     tracker.close()
     records = wandb_records(wandb_files(tmp_path)[0])
     items = [
-        item for record in records if record.WhichOneof("record_type") == "history" for item in record.history.item
+        item
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+        for item in record.history.item
     ]
     values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-    kinds = {name.removesuffix("/_type"): value for name, value in values.items() if name.endswith("/_type")}
+    kinds = {
+        name.removesuffix("/_type"): value
+        for name, value in values.items()
+        if name.endswith("/_type")
+    }
     assert kinds == {
         "val/image": "image-file",
         "val/histogram": "histogram",
@@ -253,7 +288,9 @@ class Told:
             raise OSError("the store does not answer")
 
 
-def test_status_goes_to_trackers_with_a_status_and_hides_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_status_goes_to_trackers_with_a_status_and_hides_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trackers, told = TrackerSet(tracked(Path("run"))), Told()
     for tracker in (Told(), told):
         trackers.add(tracker)
@@ -268,7 +305,9 @@ def test_status_goes_to_trackers_with_a_status_and_hides_no_failure(caplog: pyte
     for error, _ in ends:
         with pytest.raises(type(error)), trackers.telling_status():
             raise error
-        trackers.set_status_after(error)  # by the block around the training, which the error ends too
+        trackers.set_status_after(
+            error
+        )  # by the block around the training, which the error ends too
     for whole in (True, False):
         with trackers.telling_status(whole=whole):
             pass
@@ -283,5 +322,7 @@ def test_importing_the_rooms_imports_no_tracker() -> None:
         "trackers = ('tensorboard', 'wandb', 'mlflow', 'trackio', 'torch.utils.tensorboard')\n"
         "print([name for name in trackers if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"

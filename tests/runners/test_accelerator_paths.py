@@ -56,11 +56,16 @@ def _scaled_and_measured() -> None:
     expected = [gradient.cpu().double() * factor for gradient in gradients]
     scale_gradients(gradients, torch.tensor(factor, dtype=torch.float64, device=device.NAME))
     for gradient, value in zip(gradients, expected):
-        assert torch.allclose(gradient.cpu().double(), value, rtol=1e-2 if gradient.dtype is torch.bfloat16 else 1e-6)
+        assert torch.allclose(
+            gradient.cpu().double(), value, rtol=1e-2 if gradient.dtype is torch.bfloat16 else 1e-6
+        )
     gradients = _gradients()
     exact = torch.cat([gradient.cpu().double().flatten() for gradient in gradients]).norm()
     sizes = [gradient.numel() for gradient in gradients]
-    norm, on_host = order_free_norm(gradients, sizes), order_free_norm([g.cpu() for g in gradients], sizes)
+    norm, on_host = (
+        order_free_norm(gradients, sizes),
+        order_free_norm([g.cpu() for g in gradients], sizes),
+    )
     assert torch.equal(norm.cpu(), on_host) and torch.allclose(on_host, exact, rtol=1e-6)
     assert torch.allclose(total_norm(gradients).cpu().double(), exact, rtol=1e-5)
 
@@ -127,8 +132,15 @@ def _pinned() -> list[bool]:
     device.use()
     dataset = TensorDataset(torch.zeros(4, 1))
     loaders = [
-        build_dataloader(dataset, settings, split="train", train=True, seed=0, device=torch.device(where))
-        for where, settings in ((device.NAME, {}), (device.NAME, {"pin_memory": False}), ("cpu", {}), ("cuda", {}))
+        build_dataloader(
+            dataset, settings, split="train", train=True, seed=0, device=torch.device(where)
+        )
+        for where, settings in (
+            (device.NAME, {}),
+            (device.NAME, {"pin_memory": False}),
+            ("cpu", {}),
+            ("cuda", {}),
+        )
     ]
     return [loader.pin_memory for loader in loaders]
 
@@ -148,25 +160,35 @@ class Sharded(dl.Runner):
         self.datasets = {"train": TensorDataset(inputs, inputs[:, :2].argmax(1))}
 
 
-def _trained(directory: Path, on_device: bool, more: dict[str, Any]) -> tuple[list[Tensor], str, bool]:
+def _trained(
+    directory: Path, on_device: bool, more: dict[str, Any]
+) -> tuple[list[Tensor], str, bool]:
     if on_device:
         device.use()
     from torch.distributed.tensor import _random
 
     axes = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}
-    config = settings(directory, steps=4, max_grad_norm=0.05, optim={"type": "adamw", "lr": 0.01}, **axes, **more)
+    config = settings(
+        directory, steps=4, max_grad_norm=0.05, optim={"type": "adamw", "lr": 0.01}, **axes, **more
+    )
     with Sharded(config) as runner:
         has_tracker = _random._rng_tracker is not None
         runner.train()
-        weights = [local_part(weight.detach()).cpu() for weight in runner.unwrapped_model.parameters()]
+        weights = [
+            local_part(weight.detach()).cpu() for weight in runner.unwrapped_model.parameters()
+        ]
         return weights, str(runner.device), has_tracker
 
 
 @device.needed
 @pytest.mark.parametrize("offload", [None, "cpu"])
-def test_shards_on_an_accelerator_train_as_on_the_cpu_also_offloaded(offload: str | None, tmp_path: Path) -> None:
+def test_shards_on_an_accelerator_train_as_on_the_cpu_also_offloaded(
+    offload: str | None, tmp_path: Path
+) -> None:
     on_host = run_processes(_trained, tmp_path / "host", False, {})
-    on_device = run_processes(_trained, tmp_path / "device", True, {"fsdp": {"offload_policy": offload}})
+    on_device = run_processes(
+        _trained, tmp_path / "device", True, {"fsdp": {"offload_policy": offload}}
+    )
     assert [name for _, name, _ in on_device] == ["sim:0"] * 2
     # Before the first forward, without a message between the ranks.
     assert [has_tracker for _, _, has_tracker in on_device] == [True] * 2
@@ -193,7 +215,8 @@ def test_processes_on_one_device_are_logged_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["nccl", f"cpu:gloo,{device.NAME}:nccl"])
 def test_processes_on_one_device_are_refused_with_nccl(backend: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match="Expected a device for each process with nccl.* have sim:0 of .*backend='gloo'"
+        ValueError,
+        match="Expected a device for each process with nccl.* have sim:0 of .*backend='gloo'",
     ):
         run_processes(_shares, tmp_path, backend)
 
@@ -229,6 +252,8 @@ def test_unpinnable_shared_copies_are_named_once() -> None:
     assert "checkpoint.async_mode='async' pins them" in lines[0]
 
 
-@pytest.mark.parametrize(("size", "taken"), [(0, 0), (1, 1), (512, 512), (513, 1024), (12_100_000_000, 1 << 34)])
+@pytest.mark.parametrize(
+    ("size", "taken"), [(0, 0), (1, 1), (512, 512), (513, 1024), (12_100_000_000, 1 << 34)]
+)
 def test_pinned_blocks_of_cuda_are_powers_of_two(size: int, taken: int) -> None:
     assert (pinned_block(size, "cuda"), pinned_block(size, device.NAME)) == (taken, size)

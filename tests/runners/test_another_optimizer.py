@@ -28,11 +28,15 @@ class Built(Chain):
 
 
 def two_groups(model: nn.Sequential) -> AdamW:
-    return AdamW([{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters()}], lr=0.1)
+    return AdamW(
+        [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters()}], lr=0.1
+    )
 
 
 def joint(first: type, second: type) -> Build:
-    return lambda model: dl.optim.JointOptimizer(first(model[0].parameters()), second(model[2].parameters()))
+    return lambda model: dl.optim.JointOptimizer(
+        first(model[0].parameters()), second(model[2].parameters())
+    )
 
 
 def train(place: Path, build: Build, *, steps: int, scheduled: bool = False, **more: Any) -> Built:
@@ -66,9 +70,13 @@ def test_another_optimizer_is_named_with_a_working_fix(
     assert resumed.state.train.global_step == 4
 
 
-def test_options_replaced_by_the_checkpoint_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_replaced_by_the_checkpoint_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def told() -> list[str]:
-        return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        return [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ]
 
     for steps in (2, 3):
         train(tmp_path, lambda m: SGD(m.parameters(), lr=0.1), steps=steps)
@@ -78,12 +86,19 @@ def test_options_replaced_by_the_checkpoint_are_named(tmp_path: Path, caplog: py
     assert "lr=0.1 (here 0.01), momentum=0 (here 0.9)" in message
     assert runner.optimizer.param_groups[0]["momentum"] == 0
     mended = {"exclude_from_loading": ["optimizer.param_groups"]}
-    runner = train(tmp_path, lambda m: SGD(m.parameters(), lr=0.01, momentum=0.9), steps=5, checkpoint=mended)
-    assert (runner.optimizer.param_groups[0]["lr"], runner.optimizer.param_groups[0]["momentum"]) == (0.01, 0.9)
+    runner = train(
+        tmp_path, lambda m: SGD(m.parameters(), lr=0.01, momentum=0.9), steps=5, checkpoint=mended
+    )
+    assert (
+        runner.optimizer.param_groups[0]["lr"],
+        runner.optimizer.param_groups[0]["momentum"],
+    ) == (0.01, 0.9)
     assert len(told()) == 1
 
 
-def test_rate_moved_by_a_schedule_is_no_replaced_option(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rate_moved_by_a_schedule_is_no_replaced_option(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for steps in (12, 14):
         runner = train(tmp_path, lambda m: SGD(m.parameters(), lr=0.1), steps=steps, scheduled=True)
     assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

@@ -18,7 +18,9 @@ from danling.reporting import read_jsonl
 
 
 class LeastSquares(dl.BaseRunner):
-    def __init__(self, config: Any, *, signal_at: int | None = None, fails_at: int | None = None) -> None:
+    def __init__(
+        self, config: Any, *, signal_at: int | None = None, fails_at: int | None = None
+    ) -> None:
         super().__init__(config)
         self.signal_at, self.fails_at = signal_at, fails_at
         inputs = torch.randn(22, 3)
@@ -39,7 +41,9 @@ class LeastSquares(dl.BaseRunner):
                 for batch in source.batches():
                     inputs, targets = batch.data
                     error = inputs @ self.weights - targets + 0.1 * torch.randn(len(targets))
-                    gradient = self.world.all_reduce(inputs.T @ error / len(error)) / self.world_size
+                    gradient = (
+                        self.world.all_reduce(inputs.T @ error / len(error)) / self.world_size
+                    )
                     self.weights -= 0.1 * gradient
                     source.commit([batch])
                     state.global_step += 1
@@ -56,11 +60,19 @@ class LeastSquares(dl.BaseRunner):
 
 
 def settings(root: Path, **more: Any) -> dict[str, Any]:
-    return {"dir": str(root), "seed": 3, "epochs": 3, "dataloader": {"batch_size": 4, "drop_last": False}, **more}
+    return {
+        "dir": str(root),
+        "seed": 3,
+        "epochs": 3,
+        "dataloader": {"batch_size": 4, "drop_last": False},
+        **more,
+    }
 
 
 def test_a_run_has_its_directory_metadata_log_and_figures(tmp_path: Path) -> None:
-    with LeastSquares(settings(tmp_path / "run", heartbeat={"enabled": True}, gc={"interval": 2})) as runner:
+    with LeastSquares(
+        settings(tmp_path / "run", heartbeat={"enabled": True}, gc={"interval": 2})
+    ) as runner:
         runner.train()
         assert runner.scores == {} and runner.progress == 1.0
     run = tmp_path / "run"
@@ -83,7 +95,10 @@ def test_run_ended_by_a_signal_resumes_bitwise(signal_at: int, tmp_path: Path) -
         runner.train()
         whole = runner.weights.clone()
     handler = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended, LeastSquares(settings(tmp_path / "parts"), signal_at=signal_at) as runner:
+    with (
+        pytest.raises(SystemExit) as ended,
+        LeastSquares(settings(tmp_path / "parts"), signal_at=signal_at) as runner,
+    ):
         runner.train()
     assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is handler
     with LeastSquares(settings(tmp_path / "parts", auto_resume=True)) as runner:
@@ -95,7 +110,10 @@ def test_run_ended_by_a_signal_resumes_bitwise(signal_at: int, tmp_path: Path) -
 
 
 def test_a_failure_saves_nothing_and_the_last_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no further"), LeastSquares(settings(tmp_path), fails_at=8) as runner:
+    with (
+        pytest.raises(RuntimeError, match="no further"),
+        LeastSquares(settings(tmp_path), fails_at=8) as runner,
+    ):
         runner.train()
     with LeastSquares(settings(tmp_path, auto_resume=True)) as runner:
         assert runner.train_state.global_step == 6
@@ -127,7 +145,9 @@ def test_a_payload_is_loaded_as_a_file_is(tmp_path: Path) -> None:
         payload = runner.read_checkpoint("latest")
     with LeastSquares(settings(tmp_path / "b", epochs=1)) as runner:
         runner.load_checkpoint(payload)
-        assert runner.train_state.epoch == 1 and torch.equal(runner.weights, payload["model"]["weights"])
+        assert runner.train_state.epoch == 1 and torch.equal(
+            runner.weights, payload["model"]["weights"]
+        )
         with pytest.raises(CheckpointMismatch, match=r"with the entries 'runner' and 'state'"):
             runner.load_checkpoint({"weights": runner.weights})
 

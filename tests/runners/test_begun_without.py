@@ -31,20 +31,32 @@ class Tuned(dl.Runner):
 
 def config(root: Path | str, steps: int, **more: Any) -> dict[str, Any]:
     optim, data = {"type": "adamw", "lr": 0.05}, {"batch_size": 8}
-    base = {"seed": 1, "steps": steps, "dir": str(root), "optim": optim, "dataloader": data, "task.classes": 5}
+    base = {
+        "seed": 1,
+        "steps": steps,
+        "dir": str(root),
+        "optim": optim,
+        "dataloader": data,
+        "task.classes": 5,
+    }
     return base | {"checkpoint.exclude_from_loading": ["model.head"]} | more
 
 
 def state(runner: Tuned) -> dict[str, Tensor]:
     averages = runner.ema.weights if runner.ema else {}
-    held = {**runner.model_state_dict(), **{f"ema/{name}": value for name, value in averages.items()}}
+    held = {
+        **runner.model_state_dict(),
+        **{f"ema/{name}": value for name, value in averages.items()},
+    }
     return {name: whole(value).clone() for name, value in held.items()}
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("base")
-    with Tuned(config(place, 4, **{"task.classes": 7, "checkpoint.exclude_from_loading": None})) as runner:
+    with Tuned(
+        config(place, 4, **{"task.classes": 7, "checkpoint.exclude_from_loading": None})
+    ) as runner:
         runner.train()
     return place / "checkpoints" / "latest.pth"
 
@@ -61,7 +73,9 @@ def in_parts(root: str, base: str, more: dict[str, Any]) -> bool:
     return not differences(expected, tune(f"{root}/parts", base, 6, auto_resume=True, **more))
 
 
-def test_a_new_head_comes_back_with_auto_resume_resume_and_from_checkpoint(tmp_path: Path, base: Path) -> None:
+def test_a_new_head_comes_back_with_auto_resume_resume_and_from_checkpoint(
+    tmp_path: Path, base: Path
+) -> None:
     more = {"ema.enabled": True}
     with pytest.raises(CheckpointMismatch, match="'model.head' to checkpoint.exclude_from_loading"):
         tune(tmp_path / "refused", base, 6, **{"checkpoint.exclude_from_loading": None})
@@ -79,7 +93,12 @@ def test_a_new_head_comes_back_with_auto_resume_resume_and_from_checkpoint(tmp_p
 
 LAYOUTS = {
     "ddp": {},
-    "sharded": {"stack": "parallel", "parallel.axes.shard": 2, "fsdp.enabled": True, "ema.enabled": True},
+    "sharded": {
+        "stack": "parallel",
+        "parallel.axes.shard": 2,
+        "fsdp.enabled": True,
+        "ema.enabled": True,
+    },
     "deepspeed": {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 1}}},
 }
 
@@ -97,8 +116,14 @@ def test_parts_left_out_at_a_start_are_left_out_once(tmp_path: Path, base: Path)
         assert torch.equal(found["head.weight"], before["head.weight"])
         said = runner.workspace.log_file.read_text()
         assert "model.head is loaded: the run of this checkpoint left it out" in said
-        assert "Left out, as checkpoint.exclude_from_loading asks for: model.backbone, optimizer." in said
-        assert not torch.equal(found["backbone.weight"], before["backbone.weight"]) and not runner.optimizer.state
+        assert (
+            "Left out, as checkpoint.exclude_from_loading asks for: model.backbone, optimizer."
+            in said
+        )
+        assert (
+            not torch.equal(found["backbone.weight"], before["backbone.weight"])
+            and not runner.optimizer.state
+        )
         runner.train()
         trained = state(runner)
     with Tuned(config(tmp_path, 6, auto_resume=True, **entries)) as runner:
@@ -107,7 +132,9 @@ def test_parts_left_out_at_a_start_are_left_out_once(tmp_path: Path, base: Path)
 
 def test_starting_checkpoint_is_taken_without_them_again(tmp_path: Path, base: Path) -> None:
     head = tune(tmp_path / "first", base, 3)["head.weight"]
-    with Tuned.from_pretrained(config(tmp_path / "second", 3), tmp_path / "first" / "checkpoints") as runner:
+    with Tuned.from_pretrained(
+        config(tmp_path / "second", 3), tmp_path / "first" / "checkpoints"
+    ) as runner:
         assert not torch.equal(state(runner)["head.weight"], head)
         # A resume of its own leaves no trace of what it has loaded all the same.
         runner.load_checkpoint(tmp_path / "first" / "checkpoints" / "latest.pth")
@@ -122,7 +149,10 @@ def test_parts_with_changed_settings_are_left_out_again(tmp_path: Path, base: Pa
     entries = {"checkpoint.exclude_from_loading": ["model.head", "optimizer", "runner.optim"]}
     tune(tmp_path / "adamw", base, 2, **entries)
     for before, kind in (("adamw", "sgd"), ("sgd", "rmsprop")):
-        more = {"resume": str(tmp_path / before / "checkpoints" / "latest.pth"), "optim": {"type": kind, "lr": 0.05}}
+        more = {
+            "resume": str(tmp_path / before / "checkpoints" / "latest.pth"),
+            "optim": {"type": kind, "lr": 0.05},
+        }
         with Tuned(config(tmp_path / kind, 2, **entries, **more)) as runner:
             assert type(runner.optimizer).__name__.lower() == kind and not runner.optimizer.state
             runner.save_checkpoint()

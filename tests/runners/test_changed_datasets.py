@@ -65,7 +65,12 @@ class Growing(dl.TorchRunner):
 def train(
     root: str, how: str, when: str, epochs: int = 2, resume: bool = False
 ) -> tuple[list[list[int]], int, list[int]]:
-    more = {"epochs": epochs, "auto_resume": resume, "try_evaluation": False, "dataloader": {"batch_size": 2}}
+    more = {
+        "epochs": epochs,
+        "auto_resume": resume,
+        "try_evaluation": False,
+        "dataloader": {"batch_size": 2},
+    }
     config = settings(root, **more, case={"how": how, "when": when})
     with Growing(config) as runner:
         runner.train()
@@ -74,7 +79,9 @@ def train(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("how", "second"), [("replaced", range(20, 32)), ("extended", range(12))])
-def test_a_change_between_two_passes_is_taken_in(how: str, second: range, world_size: int, tmp_path: Path) -> None:
+def test_a_change_between_two_passes_is_taken_in(
+    how: str, second: range, world_size: int, tmp_path: Path
+) -> None:
     ranks = run_processes(train, str(tmp_path), how, "between", world_size=world_size)
     passes = [sorted(number for seen, _, _ in ranks for number in seen[epoch]) for epoch in (0, 1)]
     assert passes == [list(range(8)), list(second)]
@@ -86,21 +93,33 @@ def test_a_change_between_two_passes_is_taken_in(how: str, second: range, world_
 @pytest.mark.parametrize(
     ("how", "when", "message"),
     [
-        ("replaced", "within", r"split 'train' to stay as it is within a pass\. Received: another dataset"),
+        (
+            "replaced",
+            "within",
+            r"split 'train' to stay as it is within a pass\. Received: another dataset",
+        ),
         (
             "extended",
             "within",
             r"split 'train' to stay as it is within a pass\. Received: a dataset of length 12 that had 8",
         ),
-        ("uneven", "between", r"to have one length on all ranks, over which.* Received: \[12, 14\] by rank"),
+        (
+            "uneven",
+            "between",
+            r"to have one length on all ranks, over which.* Received: \[12, 14\] by rank",
+        ),
     ],
 )
-def test_other_changes_are_refused_on_all_ranks(how: str, when: str, message: str, tmp_path: Path) -> None:
+def test_other_changes_are_refused_on_all_ranks(
+    how: str, when: str, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         run_processes(train, str(tmp_path), how, when, world_size=2)
 
 
 def test_run_continues_with_a_dataset_grown_between_two_passes(tmp_path: Path) -> None:
     run_processes(train, str(tmp_path), "extended", "between", 1, world_size=1)
-    ((seen, steps, _),) = run_processes(train, str(tmp_path), "extended", "between", 2, True, world_size=1)
+    ((seen, steps, _),) = run_processes(
+        train, str(tmp_path), "extended", "between", 2, True, world_size=1
+    )
     assert sorted(seen[-1]) == list(range(12)) and steps == 4 + 6

@@ -54,7 +54,10 @@ class Counted(dl.Runner):
 
 def config(root: Path, **changes: Any) -> dict[str, Any]:
     compiled = {"enable": True, "backend": "eager"}
-    return settings(root / "run", **{"steps": 2, "dataloader": {"batch_size": 2}, "compile": compiled, **changes})
+    return settings(
+        root / "run",
+        **{"steps": 2, "dataloader": {"batch_size": 2}, "compile": compiled, **changes},
+    )
 
 
 def train(settings: dict[str, Any], build: Callable[[], nn.Module]) -> tuple[int, list[str], Any]:
@@ -77,13 +80,17 @@ def test_every_model_becomes_one_graph_and_keeps_its_names(build: Any, tmp_path:
     assert graphs == 1 and keys == list(build().state_dict())
 
 
-def train_each(cases: list[tuple[dict[str, Any], Callable[[], nn.Module]]]) -> list[tuple[int, list[str], Any]]:
+def train_each(
+    cases: list[tuple[dict[str, Any], Callable[[], nn.Module]]],
+) -> list[tuple[int, list[str], Any]]:
     return [train(*case) for case in cases]
 
 
 def test_every_rank_of_every_stack_has_graphs(tmp_path: Path) -> None:
     whole = {"enable": True, "backend": "eager", "optimize_ddp": "no_optimization"}
-    shard, pipeline = ({"stack": "parallel", "parallel": {"axes": {axis: 2}}} for axis in ("shard", "pipeline"))
+    shard, pipeline = (
+        {"stack": "parallel", "parallel": {"axes": {axis: 2}}} for axis in ("shard", "pipeline")
+    )
     cases = [
         (config(tmp_path / "ddp", compile=whole), sequential),
         (config(tmp_path / "shard", **shard), encoder),

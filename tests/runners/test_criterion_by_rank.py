@@ -57,7 +57,10 @@ def train(config: Mapping[str, Any]) -> Tensor:
 
 STACKS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "canonical": {"gradient_sum": "canonical", "dataloader": {"global_batch_size": 4, "micro_batch_size": 1}},
+    "canonical": {
+        "gradient_sum": "canonical",
+        "dataloader": {"global_batch_size": 4, "micro_batch_size": 1},
+    },
     "accelerate": {"stack": "accelerate"},
     "deepspeed": {"stack": "deepspeed"},
     "shard": {"stack": "parallel", "parallel": {"axes": {"shard": 2}}},

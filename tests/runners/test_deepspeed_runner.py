@@ -14,7 +14,15 @@ import pytest
 import torch
 from support import hostile
 from support.processes import run_processes
-from support.stacks import UNSAVED, AnyStackRunner, needs_deepspeed, settings, train, train_each, zero
+from support.stacks import (
+    UNSAVED,
+    AnyStackRunner,
+    needs_deepspeed,
+    settings,
+    train,
+    train_each,
+    zero,
+)
 from support.toys import differences
 from torch import Tensor, nn
 
@@ -35,23 +43,62 @@ def test_engine_uses_the_optimizer_of_the_runner_or_its_own(tmp_path: Path) -> N
     """The user's, that of `optim`, or DeepSpeed's, with its schedule: the same updates when they are the same optimizer."""
     none: dict[str, Any] = {"optim": None, "scheduler": None}
     adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-    warmup = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}}
-    plain = {key: value for key, value in settings(tmp_path / "0", "ddp", **UNSAVED).items() if key not in none}
+    warmup = {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}
+    }
+    plain = {
+        key: value
+        for key, value in settings(tmp_path / "0", "ddp", **UNSAVED).items()
+        if key not in none
+    }
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({**plain, "workspace_root": str(tmp_path / "own-ddp")}, {"own": True}),
-        ({**plain, "stack": "deepspeed", "workspace_root": str(tmp_path / "own"), "deepspeed": zero(2)}, {"own": True}),
-        ({**plain, "workspace_root": str(tmp_path / "ddp"), "optim": {"type": "adamw", "lr": 1e-2}}, {}),
-        ({**plain, "stack": "ds", "workspace_root": str(tmp_path / "ds"), "deepspeed": {**adam, **zero(1)}}, {}),
         (
-            {**plain, "stack": "ds", "workspace_root": str(tmp_path / "w"), "deepspeed": {**adam, **warmup, **zero(1)}},
+            {
+                **plain,
+                "stack": "deepspeed",
+                "workspace_root": str(tmp_path / "own"),
+                "deepspeed": zero(2),
+            },
+            {"own": True},
+        ),
+        (
+            {
+                **plain,
+                "workspace_root": str(tmp_path / "ddp"),
+                "optim": {"type": "adamw", "lr": 1e-2},
+            },
+            {},
+        ),
+        (
+            {
+                **plain,
+                "stack": "ds",
+                "workspace_root": str(tmp_path / "ds"),
+                "deepspeed": {**adam, **zero(1)},
+            },
+            {},
+        ),
+        (
+            {
+                **plain,
+                "stack": "ds",
+                "workspace_root": str(tmp_path / "w"),
+                "deepspeed": {**adam, **warmup, **zero(1)},
+            },
             {},
         ),
     ]
-    own_ddp, own, ddp, theirs, warmed = run_processes(train_each, cases, world_size=1, timeout=150)[0]
+    own_ddp, own, ddp, theirs, warmed = run_processes(train_each, cases, world_size=1, timeout=150)[
+        0
+    ]
     for reference, found in ((own_ddp, own), (ddp, theirs)):
         for name, weight in reference["state"]["model"].items():
             torch.testing.assert_close(found["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
-    assert own["state"]["optimizer"]["param_groups"][0]["lr"] == own_ddp["state"]["optimizer"]["param_groups"][0]["lr"]
+    assert (
+        own["state"]["optimizer"]["param_groups"][0]["lr"]
+        == own_ddp["state"]["optimizer"]["param_groups"][0]["lr"]
+    )
     assert warmed["state"]["scheduler"]["last_batch_iteration"] >= len(warmed["trace"]) - 1
     assert warmed["state"]["optimizer"]["param_groups"][0]["lr"] == pytest.approx(1e-2)
 
@@ -81,14 +128,19 @@ def test_an_overflow_of_float16_is_left_out_and_forgotten(tmp_path: Path) -> Non
     sections = [zero(1), zero(3), zero(1, **offloaded), zero(2, **offloaded)]
     how = {"spoiled": (2,), "norm": False}
     cases = [(settings(tmp_path / "ddp", "ddp", **changes), how)]
-    cases += [(settings(tmp_path / str(i), deepspeed=section, **changes), how) for i, section in enumerate(sections)]
+    cases += [
+        (settings(tmp_path / str(i), deepspeed=section, **changes), how)
+        for i, section in enumerate(sections)
+    ]
     for ranks in run_processes(train_each, cases, world_size=2, timeout=150):
         reference = ranks[0]["state"]
         assert reference["state"]["train"]["skipped_updates"] == 1
         for found in ranks[1:]:
             assert found["state"]["state"]["train"] == reference["state"]["train"]
             for name, weight in reference["model"].items():
-                torch.testing.assert_close(found["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    found["state"]["model"][name], weight, rtol=1e-5, atol=1e-6
+                )
 
 
 @needs_deepspeed
@@ -97,12 +149,17 @@ def test_groups_of_parameters_train_and_their_state_is_told(tmp_path: Path) -> N
     optim = {"type": "adamw", "lr": 1e-2, "param_groups": [{"pattern": "^0", "lr_multiplier": 0.1}]}
     changes: dict[str, Any] = {**UNSAVED, "optim": optim}
     cases = [(settings(tmp_path / "ddp", "ddp", **changes), {"norm": False})]
-    cases += [(settings(tmp_path / str(s), deepspeed=zero(s), **changes), {"norm": False}) for s in (1, 2, 3)]
+    cases += [
+        (settings(tmp_path / str(s), deepspeed=zero(s), **changes), {"norm": False})
+        for s in (1, 2, 3)
+    ]
     for ranks in run_processes(train_each, cases, world_size=2, timeout=150):
         reference = ranks[0]["state"]
         for found in ranks[1:]:
             for name, weight in reference["model"].items():
-                torch.testing.assert_close(found["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    found["state"]["model"][name], weight, rtol=1e-5, atol=1e-6
+                )
             for name, entry in reference["optimizer"]["state"].items():
                 moment = found["state"]["optimizer"]["state"][name]["exp_avg"]
                 torch.testing.assert_close(moment, entry["exp_avg"], rtol=1e-4, atol=1e-6)
@@ -127,7 +184,12 @@ def finetune_each(cases: list[tuple[dict[str, Any], str]]) -> list[dict[str, tor
 @pytest.mark.timeout(240)
 def test_a_checkpoint_of_two_processes_goes_everywhere(tmp_path: Path) -> None:
     cases = [
-        (settings(tmp_path / f"s{stage}", deepspeed=zero(stage), **{"checkpoint.keep_latest_k": 1}), {"frozen": True})
+        (
+            settings(
+                tmp_path / f"s{stage}", deepspeed=zero(stage), **{"checkpoint.keep_latest_k": 1}
+            ),
+            {"frozen": True},
+        )
         for stage in (0, 1, 3)
     ]
     trained = run_processes(train_each, cases, world_size=2, timeout=150)[0]
@@ -136,7 +198,10 @@ def test_a_checkpoint_of_two_processes_goes_everywhere(tmp_path: Path) -> None:
         (latest,) = Path(config["workspace_root"]).rglob("checkpoints/latest")
         assert read_config(latest)["deepspeed"] == config["deepspeed"]
         history = {path.read_text() for path in latest.parent.glob("ckpt-*")}
-        assert history == {latest.read_text(), (latest.parent / "best").read_text()}  # one, and the best is protected
+        assert history == {
+            latest.read_text(),
+            (latest.parent / "best").read_text(),
+        }  # one, and the best is protected
         out = tmp_path / f"{Path(config['workspace_root']).name}.pth"
         if config["deepspeed"]["zero_optimization"]["stage"] > 0:
             needs_trust(export_deepspeed_checkpoint, latest.parent, out)
@@ -149,15 +214,25 @@ def test_a_checkpoint_of_two_processes_goes_everywhere(tmp_path: Path) -> None:
             latest.parent / "targets" / latest.read_text().strip() / "runner.pth", weights_only=True
         )
         loads.append((settings(tmp_path / "ddp", "ddp"), str(file)))
-        loads.append((settings(tmp_path / "again", deepspeed=zero(3), **{"checkpoint.trust": True}), str(latest)))
-    for index, weights in enumerate(run_processes(finetune_each, loads, world_size=1, timeout=100)[0]):
+        loads.append(
+            (
+                settings(tmp_path / "again", deepspeed=zero(3), **{"checkpoint.trust": True}),
+                str(latest),
+            )
+        )
+    for index, weights in enumerate(
+        run_processes(finetune_each, loads, world_size=1, timeout=100)[0]
+    ):
         assert differences(weights, trained[index // 2]["state"]["model"]) == []
 
 
 @needs_deepspeed
 @pytest.mark.timeout(200)
 def test_a_run_goes_on_at_another_stage_number_of_processes_and_stack(tmp_path: Path) -> None:
-    first = [(settings(tmp_path / str(stage), deepspeed=zero(stage)), {"stop_at": 3}) for stage in (0, 1, 3)]
+    first = [
+        (settings(tmp_path / str(stage), deepspeed=zero(stage)), {"stop_at": 3})
+        for stage in (0, 1, 3)
+    ]
     theirs = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **zero(1)}
     plain = {key: value for key, value in first[1][0].items() if key not in ("optim", "scheduler")}
     first[1] = ({**plain, "deepspeed": theirs}, {"stop_at": 3})
@@ -168,7 +243,9 @@ def test_a_run_goes_on_at_another_stage_number_of_processes_and_stack(tmp_path: 
         {"stack": "ddp"},
     ]
     trusting = {"auto_resume": True, "checkpoint.trust": True}
-    second = [({**config, **changes, **trusting}, {}) for (config, _), changes in zip(first, targets)]
+    second = [
+        ({**config, **changes, **trusting}, {}) for (config, _), changes in zip(first, targets)
+    ]
     two = run_processes(train_each, second[::2], world_size=2, timeout=100)[0]
     one = run_processes(train_each, second[1:2], world_size=1, timeout=100)[0]
     reference = run_processes(train, settings(tmp_path / "ddp", "ddp"), world_size=2)[0]["state"]
@@ -177,8 +254,13 @@ def test_a_run_goes_on_at_another_stage_number_of_processes_and_stack(tmp_path: 
             torch.testing.assert_close(found["state"]["model"][name], weight, rtol=1e-5, atol=1e-6)
         for name, entry in reference["optimizer"]["state"].items():
             for key, value in entry.items():
-                torch.testing.assert_close(found["state"]["optimizer"]["state"][name][key], value, rtol=1e-4, atol=1e-6)
-    assert one[0]["state"]["state"]["train"]["global_step"] == reference["state"]["train"]["global_step"]
+                torch.testing.assert_close(
+                    found["state"]["optimizer"]["state"][name][key], value, rtol=1e-4, atol=1e-6
+                )
+    assert (
+        one[0]["state"]["state"]["train"]["global_step"]
+        == reference["state"]["train"]["global_step"]
+    )
 
 
 def resume_message(config: dict[str, Any]) -> str:
@@ -232,7 +314,9 @@ class OneTask(AnyStackRunner):
     def train_step(self, data: Any) -> Any:
         has_begun = self.train_state.epoch >= self.begins_in
         # The first head first.
-        self.unwrapped_model.number = (self.train_state.global_step + self.begins_in) % 2 if has_begun else None
+        self.unwrapped_model.number = (
+            (self.train_state.global_step + self.begins_in) % 2 if has_begun else None
+        )
         self.hooks.append(hooks_of(self.unwrapped_model))
         return super().train_step(data)
 
@@ -269,10 +353,14 @@ def lines_of_tasks(configs: list[dict[str, Any]]) -> list[list[str]]:
             runner.train()
             if begins_in < 2:
                 # What is named is not watched any more.
-                assert runner.hooks[0] - hooks_of(runner.unwrapped_model) == len([*runner.model.parameters()])
+                assert runner.hooks[0] - hooks_of(runner.unwrapped_model) == len(
+                    [*runner.model.parameters()]
+                )
         logging.getLogger("danling").removeHandler(handler)
         messages = [records.get().getMessage() for _ in range(records.qsize())]
-        found.append([message for message in messages if "Expected a gradient for every" in message])
+        found.append(
+            [message for message in messages if "Expected a gradient for every" in message]
+        )
     return found
 
 
@@ -281,10 +369,14 @@ def lines_of_tasks(configs: list[dict[str, Any]]) -> list[list[str]]:
 def test_parameters_that_an_update_leaves_out_are_named_once(tmp_path: Path) -> None:
     """DeepSpeed takes zeros, with which momentum and weight decay go on."""
     sections = [zero(0), zero(0), zero(2), zero(0)]
-    configs = [settings(tmp_path / str(n), deepspeed=each, **UNSAVED) for n, each in enumerate(sections)]
+    configs = [
+        settings(tmp_path / str(n), deepspeed=each, **UNSAVED) for n, each in enumerate(sections)
+    ]
     for rank, lines in enumerate(run_processes(lines_of_tasks, configs, world_size=2, timeout=150)):
         assert [len(each) for each in lines] == ([1, 0, 1, 0] if rank == 0 else [0, 0, 0, 0])
-        assert all("heads.1" in each[0] and "DeepSpeed takes zeros" in each[0] for each in lines if each)
+        assert all(
+            "heads.1" in each[0] and "DeepSpeed takes zeros" in each[0] for each in lines if each
+        )
 
 
 @needs_deepspeed
@@ -296,7 +388,14 @@ def test_an_engines_file_runs_nothing_unless_it_is_trusted(tmp_path: Path) -> No
 
 def without_launcher(root: Path) -> dict[str, Any]:
     """What a process that was started without a launcher runs into."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         os.environ.pop(name, None)
     found: dict[str, Any] = {}
     cases: dict[str, dict[str, Any]] = {
@@ -316,9 +415,16 @@ def without_launcher(root: Path) -> dict[str, Any]:
         found["thaw"] = str(caught.value)
     first = settings(root / "first", deepspeed=zero(1))
     trained = train(first, stop_at=3)["state"]
-    again = {**first, "auto_resume": True, "checkpoint.exclude_from_loading": ["model"], "checkpoint.trust": True}
+    again = {
+        **first,
+        "auto_resume": True,
+        "checkpoint.exclude_from_loading": ["model"],
+        "checkpoint.trust": True,
+    }
     with AnyStackRunner(again) as runner:
-        found["optimizer"] = differences(runner.optimizer_state_dict()["state"], trained["optimizer"]["state"])
+        found["optimizer"] = differences(
+            runner.optimizer_state_dict()["state"], trained["optimizer"]["state"]
+        )
         found["model"] = differences(runner.model_state_dict(), trained["model"])
     return {**found, "left": sorted({"LOCAL_RANK"} & os.environ.keys())}
 

@@ -24,7 +24,11 @@ class Watching(Small):
     [(True, None, ":4096:8"), (True, ":16:8", ":16:8"), (False, None, None)],
 )
 def test_cublas_has_a_workspace_for_deterministic_products_before_the_device_is_chosen(
-    deterministic: bool, given: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deterministic: bool,
+    given: str | None,
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "put back after the test")
     del os.environ["CUBLAS_WORKSPACE_CONFIG"]

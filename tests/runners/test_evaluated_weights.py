@@ -65,7 +65,12 @@ def losses_of(root: str, sources: list[Any], more: dict[str, Any]) -> list[tuple
     for number, source in enumerate(sources):
         losses = []
         for averages in (True, False):
-            config = settings(f"{root}/{number}-{averages}", pretrained=source, pretrained_averages=averages, **more)
+            config = settings(
+                f"{root}/{number}-{averages}",
+                pretrained=source,
+                pretrained_averages=averages,
+                **more,
+            )
             with Scored(config) as runner:
                 losses.append(runner.evaluate("val")["val"]["loss"])
         found.append((losses[0], losses[1]))
@@ -82,7 +87,9 @@ ROADS: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("road", [*list(ROADS)[:3], pytest.param("engine", marks=needs_deepspeed)])
-def test_best_weights_are_the_exported_ones(road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_weights_are_the_exported_ones(
+    road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     more, ranks = ROADS[road]
     averaging = {"ema": {"enabled": True, "decay": 0.9}, "optim": {"type": "adamw", "lr": 0.1}}
@@ -92,17 +99,25 @@ def test_best_weights_are_the_exported_ones(road: str, tmp_path: Path, monkeypat
     best = run_processes(train_over_a_stop, config, world_size=ranks, timeout=150)[0]
     assert best is not None
     log = next(Path("run").rglob("*.log")).read_text()
-    command = shlex.split(next(line for line in log.splitlines() if line.startswith("  weights"))[1:])[2:]
+    command = shlex.split(
+        next(line for line in log.splitlines() if line.startswith("  weights"))[1:]
+    )[2:]
     place = command[1]
     # What the run itself prints, and both kinds of weights in every format.
     assert main(command) == 0
     for name in ("both", "both.pth"):
         assert main(["export", place, name, "--ema", "beside"]) == 0
-    for name, options in {"trained.pth": ["--trained"], "averaged": ["--ema"], "default.pth": []}.items():
+    for name, options in {
+        "trained.pth": ["--trained"],
+        "averaged": ["--ema"],
+        "default.pth": [],
+    }.items():
         assert main(["export", place, name, *options]) == 0
     trained = loss_by_hand(torch.load("trained.pth", weights_only=True))
     assert trained != pytest.approx(best, rel=1e-2)
-    assert loss_by_hand(torch.load("default.pth", weights_only=True)) == pytest.approx(best, rel=1e-6)
+    assert loss_by_hand(torch.load("default.pth", weights_only=True)) == pytest.approx(
+        best, rel=1e-6
+    )
     ones, others = ["model.safetensors", "averaged", "default.pth"], ["trained.pth"]
     sources = [place, "both", "both.pth", *ones, *others]
     expected = [(best, trained)] * 3 + [(best, best)] * len(ones) + [(trained, trained)]
@@ -135,7 +150,9 @@ def test_a_mapping_and_the_files_of_a_model_follow_the_same_rule(
         main(["export", source, str(tmp_path / "x.pth"), "--trained", "--ema"])
 
 
-def test_averages_of_a_model_in_16_bits_are_exported_in_its_dtype_or_in_full(tmp_path: Path) -> None:
+def test_averages_of_a_model_in_16_bits_are_exported_in_its_dtype_or_in_full(
+    tmp_path: Path,
+) -> None:
     class Half(Scored):
         def __init__(self, config: Mapping[str, Any]) -> None:
             super().__init__(config)

@@ -34,13 +34,24 @@ class Evaluated(TorchRunner):
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         loader = {"batch_size": 4, "drop_last": False, "shuffle": False}
-        super().__init__({"dir": directory, "log": False, "steps": 2, "seed": 1, "dataloader": loader, **settings})
+        super().__init__(
+            {
+                "dir": directory,
+                "log": False,
+                "steps": 2,
+                "seed": 1,
+                "dataloader": loader,
+                **settings,
+            }
+        )
         linear = nn.Linear(1, 1, bias=False)
         self.bare = nn.Sequential(nn.Dropout(0.5), linear)
         self.bare.register_buffer("calls", torch.zeros(()))
         self.model, self.criterion = self.bare, nn.L1Loss()
         self.optimizer = torch.optim.SGD(self.bare.parameters(), lr=0.1)
-        self.datasets = {split: TensorDataset(INPUTS, 3 * INPUTS) for split in ("train", "val", "test")}
+        self.datasets = {
+            split: TensorDataset(INPUTS, 3 * INPUTS) for split in ("train", "val", "test")
+        }
         self.seen: list[tuple[bool, str, bool, bool]] = []
         self.drawn: list[float] = []
         self.broadcasts = 0
@@ -55,7 +66,9 @@ class Evaluated(TorchRunner):
         self.broadcasts += 1
 
     def note(self) -> None:
-        self.seen.append((self.model is self.bare, self.mode, self.bare.training, torch.is_grad_enabled()))
+        self.seen.append(
+            (self.model is self.bare, self.mode, self.bare.training, torch.is_grad_enabled())
+        )
         self.drawn.append(torch.rand(()).item())
         self.bare.calls += 1
 
@@ -77,7 +90,9 @@ def loss_at(weight: float, inputs: Tensor = INPUTS) -> Any:
     return pytest.approx(((weight - 3) * inputs).abs().mean().item())
 
 
-def test_the_bare_model_is_evaluated_once_a_sample_and_training_is_as_it_was(tmp_path: Path) -> None:
+def test_the_bare_model_is_evaluated_once_a_sample_and_training_is_as_it_was(
+    tmp_path: Path,
+) -> None:
     with Evaluated(tmp_path) as run:
         run.set_weight(2.0)
         run.meters.update({"mine": 4.0})
@@ -87,7 +102,11 @@ def test_the_bare_model_is_evaluated_once_a_sample_and_training_is_as_it_was(tmp
         assert run.model is wrapper and run.mode == "train" and run.bare.training
         assert torch.equal(torch.random.get_rng_state(), drawn)
         # The first batches only; what a step adds to `meters` belongs to the evaluation.
-        assert run.evaluate_steps("val", 1) == {"loss": loss_at(2.0, INPUTS[:4]), "seen": 1.0, "samples": 4.0}
+        assert run.evaluate_steps("val", 1) == {
+            "loss": loss_at(2.0, INPUTS[:4]),
+            "seen": 1.0,
+            "samples": 4.0,
+        }
         assert run.meters.averages() == {"mine": 4.0}
         # The loss may be a sum, and there may be none.
         run.criterion = nn.L1Loss(reduction="sum")
@@ -108,7 +127,9 @@ def test_the_bare_model_is_evaluated_once_a_sample_and_training_is_as_it_was(tmp
         ((None, torch.ones(2)), "loss"),
     ],
 )
-def test_failing_step_leaves_training_unchanged(returned: Any, message: str, tmp_path: Path) -> None:
+def test_failing_step_leaves_training_unchanged(
+    returned: Any, message: str, tmp_path: Path
+) -> None:
     def step(data: Any) -> Any:
         if isinstance(returned, Exception):
             raise returned
@@ -123,7 +144,9 @@ def test_failing_step_leaves_training_unchanged(returned: Any, message: str, tmp
         assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
-def test_averaged_weights_are_evaluated_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_averaged_weights_are_evaluated_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Evaluated(tmp_path) as run:
         run.set_weight(2.0)
         run.ema = EMA(run.bare, decay=0.75)
@@ -131,7 +154,9 @@ def test_averaged_weights_are_evaluated_and_said_once(tmp_path: Path, caplog: py
         with caplog.at_level(logging.INFO, "danling"):
             for _ in range(2):
                 assert run.evaluate_epoch("val")["loss"] == loss_at(2.0)
-        assert [r.message for r in caplog.records] == ["Evaluating the averaged weights (decay 0.75)."]
+        assert [r.message for r in caplog.records] == [
+            "Evaluating the averaged weights (decay 0.75)."
+        ]
         # Its buffers are made the same on all ranks before and after the averaged ones are there.
         assert run.broadcasts == 4 and run.bare[1].weight.item() == 1.0
 
@@ -194,10 +219,14 @@ class Tried(Evaluated):
         raise InterruptedError
 
 
-def test_an_evaluation_is_tried_before_the_first_update_and_leaves_no_trace(tmp_path: Path, caplog: Any) -> None:
+def test_an_evaluation_is_tried_before_the_first_update_and_leaves_no_trace(
+    tmp_path: Path, caplog: Any
+) -> None:
     with Tried(tmp_path) as run:
         del run.datasets["test"]
-        run.dataloaders["test"] = iter([INPUTS])  # can be read only once, so it is kept for the evaluation
+        run.dataloaders["test"] = iter(
+            [INPUTS]
+        )  # can be read only once, so it is kept for the evaluation
         sampler = Sampler()
         run.dataloaders["val"] = DataLoader(run.datasets.pop("val"), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
 

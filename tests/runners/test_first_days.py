@@ -31,7 +31,13 @@ class Toy(dl.Runner):
 
 
 def settings(**more: Any) -> dl.RunnerConfig:
-    base = {"epochs": 1, "seed": 1, "log": False, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 0.1}}
+    base = {
+        "epochs": 1,
+        "seed": 1,
+        "log": False,
+        "dataloader": {"batch_size": 4},
+        "optim": {"type": "sgd", "lr": 0.1},
+    }
     return dl.RunnerConfig({**base, **more})
 
 
@@ -48,7 +54,8 @@ def train(config: Any = None, **methods: Any) -> int:
 
 def test_dataset_in_the_place_of_a_loader_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"loader of batches in self.dataloaders\['train'\]. Received: a TensorDataset.*self.datasets"
+        ValueError,
+        match=r"loader of batches in self.dataloaders\['train'\]. Received: a TensorDataset.*self.datasets",
     ):
         train(more=lambda self: self.dataloaders.update(train=DATA))
 
@@ -63,13 +70,19 @@ def test_dataset_of_batches_goes_through_a_loader_without_a_batch_size() -> None
         def __getitem__(self, index: int) -> Any:
             return batches[index]
 
-    updates = train(more=lambda self: self.dataloaders.update(train=DataLoader(Batches(), batch_size=None)))
+    updates = train(
+        more=lambda self: self.dataloaders.update(train=DataLoader(Batches(), batch_size=None))
+    )
     assert updates == len(batches)
 
 
-@pytest.mark.parametrize("columns", [(INPUTS, TARGETS), (INPUTS.numpy(), TARGETS.numpy()), (INPUTS[:, 0], TARGETS)])
+@pytest.mark.parametrize(
+    "columns", [(INPUTS, TARGETS), (INPUTS.numpy(), TARGETS.numpy()), (INPUTS[:, 0], TARGETS)]
+)
 def test_columns_in_a_tuple_are_no_dataset(columns: Any) -> None:
-    with pytest.raises(ValueError, match="tuple of 2 tensors or arrays of 16 rows each.*TensorDataset"):
+    with pytest.raises(
+        ValueError, match="tuple of 2 tensors or arrays of 16 rows each.*TensorDataset"
+    ):
         train(more=lambda self: self.datasets.update(train=columns))
 
 
@@ -94,7 +107,9 @@ def test_loader_in_the_place_of_a_split_is_not_read() -> None:
             return DATA[index]
 
     with Toy(settings()) as runner:
-        with pytest.raises(TypeError, match=r"name of a split, one of \['train'\]. Received: a DataLoader."):
+        with pytest.raises(
+            TypeError, match=r"name of a split, one of \['train'\]. Received: a DataLoader."
+        ):
             runner.evaluate(DataLoader(Counting(), batch_size=4))  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="name of a split.*Received: a TensorDataset"):
             runner.evaluate_epoch(DATA)  # type: ignore[arg-type]
@@ -145,7 +160,11 @@ def test_parameters_without_an_optimizer_are_named_once(
     more: Any, methods: Any, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(more=more, **methods)
-    assert [record.message for record in caplog.records if f"Received: a gradient for {named}" in record.message]
+    assert [
+        record.message
+        for record in caplog.records
+        if f"Received: a gradient for {named}" in record.message
+    ]
     assert caplog.text.count("every parameter that the loss depends on") == 1
 
 
@@ -164,7 +183,8 @@ def own_optimizer(self: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "methods"), [(frozen_teacher, {}), (unused_teacher, {}), (own_optimizer, {"compute_loss": projected})]
+    ("more", "methods"),
+    [(frozen_teacher, {}), (unused_teacher, {}), (own_optimizer, {"compute_loss": projected})],
 )
 def test_untrained_parameters_and_those_of_an_optimizer_are_not_named(
     more: Any, methods: Any, caplog: pytest.LogCaptureFixture
@@ -175,7 +195,8 @@ def test_untrained_parameters_and_those_of_an_optimizer_are_not_named(
 
 def test_copy_of_the_model_is_no_average() -> None:
     with pytest.raises(
-        ValueError, match="`self.ema` to be averages.*Received: ema of type Linear. Set ema.enabled=true"
+        ValueError,
+        match="`self.ema` to be averages.*Received: ema of type Linear. Set ema.enabled=true",
     ):
         train(more=lambda self: setattr(self, "ema", nn.Linear(4, 2)))
 
@@ -185,7 +206,10 @@ def test_value_in_the_place_of_a_method_is_refused_after_construction() -> None:
         self.stop = True
         return Toy.train_step(self, data)
 
-    with pytest.raises(AttributeError, match=r"Received: self.stop = True.*To call the method, write self.stop\(...\)"):
+    with pytest.raises(
+        AttributeError,
+        match=r"Received: self.stop = True.*To call the method, write self.stop\(...\)",
+    ):
         train(train_step=stopping)
 
 
@@ -199,7 +223,11 @@ def test_function_in_the_place_of_a_method_may_be_set() -> None:
 
 @pytest.mark.parametrize(
     ("name", "answer"),
-    [("log", "self.log_metric(name, value)"), ("current_epoch", "self.train_state.epoch"), ("fit", "runner.train()")],
+    [
+        ("log", "self.log_metric(name, value)"),
+        ("current_epoch", "self.train_state.epoch"),
+        ("fit", "runner.train()"),
+    ],
 )
 def test_attribute_of_another_trainer_is_answered_with_ours(name: str, answer: str) -> None:
     with Toy(settings()) as runner:
@@ -215,7 +243,10 @@ def test_failing_property_is_not_reported_as_missing() -> None:
         def figure(self) -> int:
             return self.model.widht  # type: ignore[no-any-return]
 
-    with Own(settings()) as runner, pytest.raises(AttributeError, match="'Linear' object has no attribute 'widht'"):
+    with (
+        Own(settings()) as runner,
+        pytest.raises(AttributeError, match="'Linear' object has no attribute 'widht'"),
+    ):
         runner.figure  # noqa: B018
 
 
@@ -250,7 +281,9 @@ def test_a_copy_of_a_runner_is_refused_with_what_to_copy(copied: Any) -> None:
         copied(runner)
 
 
-@pytest.mark.parametrize(("name", "answer"), [("save", "runner.save_checkpoint()"), ("eval", "runner.evaluate(split)")])
+@pytest.mark.parametrize(
+    ("name", "answer"), [("save", "runner.save_checkpoint()"), ("eval", "runner.evaluate(split)")]
+)
 def test_a_method_of_another_trainer_that_is_read_is_answered(name: str, answer: str) -> None:
     with Toy(settings()) as runner, pytest.raises(AttributeError) as caught:
         getattr(runner, name)

@@ -19,7 +19,9 @@ import danling as dl
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)
+        )
         self.norm = nn.BatchNorm1d(6)
         self.head = nn.Linear(6, 3)
 
@@ -43,9 +45,15 @@ class Toy(dl.Runner):
     def __init__(self, config: Any, build: str = "sequential") -> None:
         super().__init__(config)
         generator = torch.Generator().manual_seed(3)
-        inputs, labels = torch.randn(22, 6, generator=generator), torch.randint(3, (22,), generator=generator)
+        inputs, labels = (
+            torch.randn(22, 6, generator=generator),
+            torch.randint(3, (22,), generator=generator),
+        )
         labels[::5] = -100
-        self.datasets = {"train": TensorDataset(inputs, labels), "val": TensorDataset(inputs[:7], labels[:7])}
+        self.datasets = {
+            "train": TensorDataset(inputs, labels),
+            "val": TensorDataset(inputs[:7], labels[:7]),
+        }
         self.model = BUILDS[build]()
         self.criterion = nn.CrossEntropyLoss()
         self.metrics = {"acc": dl.metrics.accuracy}
@@ -60,19 +68,30 @@ class Toy(dl.Runner):
 
 def config(root: Path, stack: str = "graph", **changes: Any) -> dict[str, Any]:
     loader = {"batch_size": 4, "drop_last": False}
-    base = {"stack": stack, "epochs": 2, "log": False, "max_grad_norm": 0.5, "dataloader": loader, "scheduler": {}}
+    base = {
+        "stack": stack,
+        "epochs": 2,
+        "log": False,
+        "max_grad_norm": 0.5,
+        "dataloader": loader,
+        "scheduler": {},
+    }
     settings = whole_settings("unused", **{**base, "dir": str(root), **changes})
     if stack == "graph":
         settings["compile"] = {"backend": "aot_eager", **changes.get("compile", {})}
     return settings
 
 
-def outcome(settings: dict[str, Any], build: str = "sequential", runner_class: type[Toy] = Toy) -> dict[str, Any]:
+def outcome(
+    settings: dict[str, Any], build: str = "sequential", runner_class: type[Toy] = Toy
+) -> dict[str, Any]:
     with runner_class(settings, build) as runner:
         runner.train()
         return {
             "model": {name: tensor.clone() for name, tensor in runner.model_state_dict().items()},
-            "ema": {} if runner.ema is None else {name: t.clone() for name, t in runner.ema.weights.items()},
+            "ema": {}
+            if runner.ema is None
+            else {name: t.clone() for name, t in runner.ema.weights.items()},
             "losses": runner.losses_seen,
             "results": runner.results,
             "predictions": torch.stack(runner.infer("val")),
@@ -85,12 +104,16 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
         assert list(found[part]) == list(expected[part])
         for name, tensor in found[part].items():
             torch.testing.assert_close(tensor, expected[part][name], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(found["predictions"], expected["predictions"], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        found["predictions"], expected["predictions"], rtol=tolerance, atol=tolerance
+    )
     assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance, abs=tolerance)
 
 
 @pytest.mark.parametrize(("build", "policy"), [("sequential", "default"), ("own", "recompute")])
-def test_one_graph_for_each_size_and_the_same_run_as_ddp(build: str, policy: str, tmp_path: Path) -> None:
+def test_one_graph_for_each_size_and_the_same_run_as_ddp(
+    build: str, policy: str, tmp_path: Path
+) -> None:
     expected = outcome(config(tmp_path / "ddp", "ddp"), build)
     found = outcome(config(tmp_path / "graph", compile={"memory_policy": policy}), build)
     # Batches of four, and the last one of two.
@@ -108,18 +131,27 @@ def test_autocast_equals_the_one_of_the_forward(tmp_path: Path) -> None:
     assert outcome(config(tmp_path / "fp32"))["losses"][0] != found["losses"][0]
 
 
-def test_another_compilation_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_compilation_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def train(steps: int, stack: str, **compile: Any) -> list[str]:
         caplog.clear()
-        settings = config(tmp_path, stack, epochs=None, steps=steps, auto_resume=steps > 1, compile=compile)
+        settings = config(
+            tmp_path, stack, epochs=None, steps=steps, auto_resume=steps > 1, compile=compile
+        )
         with Toy(settings) as runner:
             runner.train()
-        return [r.getMessage() for r in caplog.records if "differently compiled code" in r.getMessage()]
+        return [
+            r.getMessage() for r in caplog.records if "differently compiled code" in r.getMessage()
+        ]
 
     assert train(1, "graph") == []
     (said,) = train(2, "graph", memory_policy="recompute")
     assert "compile.memory_policy: stored None, now 'recompute'" in said
-    assert train(3, "graph", memory_policy="recompute", precompile_artifact_dir=str(tmp_path / "code")) == []
+    assert (
+        train(3, "graph", memory_policy="recompute", precompile_artifact_dir=str(tmp_path / "code"))
+        == []
+    )
     (said,) = train(4, "ddp", enable=True, backend="aot_eager")
     assert "stack: stored 'graph', now absent" in said
     (said,) = train(5, "ddp", enable=False)
@@ -137,7 +169,10 @@ class OwnLoss(nn.Module):
         logits = self.head(self.embed(input_ids))
         if labels is None:
             return {"logits": logits}
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+        return {
+            "loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+            "logits": logits,
+        }
 
 
 class Tokens(dl.Runner):
@@ -206,9 +241,12 @@ def test_a_wrapper_of_ones_own_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"), [({"fsdp": {"enabled": True}}, "stack='parallel'"), ({"ft": {"enabled": True}}, "ft.enabled")]
+    ("changes", "said"),
+    [({"fsdp": {"enabled": True}}, "stack='parallel'"), ({"ft": {"enabled": True}}, "ft.enabled")],
 )
-def test_impossible_settings_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=said):
         Toy(config(tmp_path, **changes))
 
@@ -219,7 +257,10 @@ def test_graph_break_is_named(tmp_path: Path) -> None:
             torch._dynamo.graph_break()
             return super().compute_loss(pred, target)
 
-    with Breaking(config(tmp_path / "whole")) as runner, pytest.raises(RuntimeError, match="fullgraph=false"):
+    with (
+        Breaking(config(tmp_path / "whole")) as runner,
+        pytest.raises(RuntimeError, match="fullgraph=false"),
+    ):
         runner.train()
     with Breaking(config(tmp_path / "parts", compile={"fullgraph": False})) as runner:
         runner.train()

@@ -56,7 +56,12 @@ OF_EVERY_RUNNER = """
 
 
 def config_of(root: Path, **more: Any) -> dict[str, Any]:
-    base = {"steps": 4, "evaluate_interval": 2, "scheduler": {"type": "cosine"}, "ema": {"enabled": True}}
+    base = {
+        "steps": 4,
+        "evaluate_interval": 2,
+        "scheduler": {"type": "cosine"},
+        "ema": {"enabled": True},
+    }
     return settings(root, **{**base, "checkpoint": {"async_enabled": False, "interval": 2}, **more})
 
 
@@ -76,15 +81,22 @@ def overriding(hooks: list[str], *, calls_super: bool) -> type:
     return kind
 
 
-def use(kind: type, config: dict[str, Any], *, resumes: bool = True) -> tuple[dict[str, torch.Tensor], Any]:
+def use(
+    kind: type, config: dict[str, Any], *, resumes: bool = True
+) -> tuple[dict[str, torch.Tensor], Any]:
     """Train, resume and train on, evaluate and predict; return the weights and the results."""
     length = "steps" if config.get("steps") else "epochs"
     for part in (1, 2) if resumes else (2,):
-        with kind({**config, length: config[length] * part // 2, "auto_resume": resumes and part == 2}) as runner:
+        with kind(
+            {**config, length: config[length] * part // 2, "auto_resume": resumes and part == 2}
+        ) as runner:
             runner.train()
             runner.evaluate()
             runner.infer("val")
-            weights = {name: whole(value).detach().clone() for name, value in runner.model_state_dict().items()}
+            weights = {
+                name: whole(value).detach().clone()
+                for name, value in runner.model_state_dict().items()
+            }
             results = dict(runner.results)
     return weights, results
 
@@ -103,7 +115,14 @@ def outcome(hook: str, config: dict[str, Any]) -> str | None:
     return None
 
 
-RIDDLES = ("AttributeError", "TypeError", "AssertionError", "KeyError", "UnboundLocalError", "NameError")
+RIDDLES = (
+    "AttributeError",
+    "TypeError",
+    "AssertionError",
+    "KeyError",
+    "UnboundLocalError",
+    "NameError",
+)
 
 
 def is_plain(hook: str, error: str | None) -> bool:
@@ -116,8 +135,12 @@ def is_plain(hook: str, error: str | None) -> bool:
 def test_overrides_with_a_call_of_super_change_nothing(mode: str, tmp_path: Path) -> None:
     config = config_of(tmp_path) if mode == "steps" else of_epochs(config_of(tmp_path))
     weights, results = use(Chain, {**config, "dir": str(tmp_path / "plain")})
-    found, figures = use(overriding(HOOKS, calls_super=True), {**config, "dir": str(tmp_path / "super")})
-    assert figures == results and all(torch.equal(found[name], weight) for name, weight in weights.items())
+    found, figures = use(
+        overriding(HOOKS, calls_super=True), {**config, "dir": str(tmp_path / "super")}
+    )
+    assert figures == results and all(
+        torch.equal(found[name], weight) for name, weight in weights.items()
+    )
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -132,7 +155,11 @@ AXES: dict[str, dict[str, int]] = {hook: {"pipeline": 2} for hook in PARALLEL if
 
 def on_mesh(root: Path, hook: str) -> dict[str, Any]:
     axes = AXES.get(hook, {"tensor": 2} if hook == "parallelize_model" else {"shard": 2})
-    mesh = {"stack": "parallel", "parallel": {"axes": axes, "pipeline_microbatch_size": 2}, "ema": {"enabled": False}}
+    mesh = {
+        "stack": "parallel",
+        "parallel": {"axes": axes, "pipeline_microbatch_size": 2},
+        "ema": {"enabled": False},
+    }
     return config_of(root / hook, **mesh)
 
 
@@ -154,23 +181,35 @@ def test_empty_hooks_of_several_ranks_act_as_nothing_or_are_named(tmp_path: Path
 
 def use_both(config: dict[str, Any], hooks: list[str]) -> tuple[Any, Any]:
     plain = use(Chain, {**config, "dir": config["dir"] + "-plain"})
-    return plain, use(overriding(hooks, calls_super=True), {**config, "dir": config["dir"] + "-super"})
+    return plain, use(
+        overriding(hooks, calls_super=True), {**config, "dir": config["dir"] + "-super"}
+    )
 
 
 @pytest.mark.parametrize("axis", ["shard", "pipeline"])
 def test_overrides_with_a_call_of_super_change_nothing_on_a_mesh(axis: str, tmp_path: Path) -> None:
     config = on_mesh(tmp_path, "build_pipeline_schedule" if axis == "pipeline" else "fsdp_kwargs")
     hooks = [hook for hook in (*HOOKS, *PARALLEL) if hook not in ("load_ema",)]
-    for (weights, results), (found, figures) in run_processes(use_both, config, hooks, world_size=2, timeout=120):
-        assert figures == results and all(torch.equal(found[name], weight) for name, weight in weights.items())
+    for (weights, results), (found, figures) in run_processes(
+        use_both, config, hooks, world_size=2, timeout=120
+    ):
+        assert figures == results and all(
+            torch.equal(found[name], weight) for name, weight in weights.items()
+        )
 
 
 @needs_deepspeed
 @pytest.mark.timeout(200)
 def test_overrides_on_an_engine(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "engine", stack="deepspeed", deepspeed=zero(1), ema={"enabled": False})
-    (((weights, results), (found, figures)),) = run_processes(use_both, config, HOOKS, world_size=1, timeout=150)
-    assert figures == results and all(torch.equal(found[name], weight) for name, weight in weights.items())
+    config = config_of(
+        tmp_path / "engine", stack="deepspeed", deepspeed=zero(1), ema={"enabled": False}
+    )
+    (((weights, results), (found, figures)),) = run_processes(
+        use_both, config, HOOKS, world_size=1, timeout=150
+    )
+    assert figures == results and all(
+        torch.equal(found[name], weight) for name, weight in weights.items()
+    )
     cases = [
         (hook, {**config, "dir": str(tmp_path / hook)})
         for hook in ("init_distributed", "init_checkpoint_manager", "state_dict")
@@ -181,15 +220,21 @@ def test_overrides_on_an_engine(tmp_path: Path) -> None:
 
 
 def test_every_name_of_the_contract_is_there() -> None:
-    missing = [name for name in [*HOOKS, *OF_A_STACK, *OF_EVERY_RUNNER] if not hasattr(dl.BaseRunner, name)]
+    missing = [
+        name for name in [*HOOKS, *OF_A_STACK, *OF_EVERY_RUNNER] if not hasattr(dl.BaseRunner, name)
+    ]
     assert not missing
     with dl.BaseRunner({"dir": "run"}) as runner:
         for name in (*EXECUTION, *OF_A_STACK):
-            with pytest.raises(NotImplementedError, match=f"Expected BaseRunner to implement `{name}`"):
+            with pytest.raises(
+                NotImplementedError, match=f"Expected BaseRunner to implement `{name}`"
+            ):
                 getattr(runner, name)()
         for name in ("model", "ema", "criterion", "optimizer", "scheduler", "metrics"):
             assert getattr(runner, name) is None
-        for name in "datasets dataloaders meters results config workspace id config_id timestamp".split():  # noqa: SIM905
+        for (
+            name
+        ) in "datasets dataloaders meters results config workspace id config_id timestamp".split():  # noqa: SIM905
             assert getattr(runner, name) is not None
         state = runner.state.state_dict()
         assert state.keys() == {"train", "elastic", "rng"}
@@ -218,7 +263,9 @@ def test_overridden_loss_is_used_in_evaluation_too(tmp_path: Path) -> None:
         assert runner.latest_score == pytest.approx(expected, rel=1e-5)
 
 
-def test_bare_inputs_have_a_loss_in_evaluation_too_and_missing_targets_have_none(tmp_path: Path) -> None:
+def test_bare_inputs_have_a_loss_in_evaluation_too_and_missing_targets_have_none(
+    tmp_path: Path,
+) -> None:
     class Bare(Line):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -276,7 +323,9 @@ def test_overridden_builders_may_assign_what_they_make(tmp_path: Path) -> None:
             self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.01)
 
         def build_scheduler(self) -> Any:
-            self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (step + 1))
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda step: 1 / (step + 1)
+            )
 
     config = settings(tmp_path, steps=6)
     del config["optim"]
@@ -301,8 +350,16 @@ class Halving:
 @pytest.mark.parametrize(
     ("hook", "made", "said"),
     [
-        ("build_scheduler", lambda self: Halving(self.optimizer), "a Halving without state_dict and load_state_dict"),
-        ("build_optimizer", lambda self: [torch.optim.SGD(self.model.parameters())], "Received: a list of 1."),
+        (
+            "build_scheduler",
+            lambda self: Halving(self.optimizer),
+            "a Halving without state_dict and load_state_dict",
+        ),
+        (
+            "build_optimizer",
+            lambda self: [torch.optim.SGD(self.model.parameters())],
+            "Received: a list of 1.",
+        ),
     ],
 )
 def test_what_an_overridden_builder_makes_is_checked_as_what_init_makes(
@@ -314,7 +371,9 @@ def test_what_an_overridden_builder_makes_is_checked_as_what_init_makes(
 
 def test_a_schedule_without_a_state_trains_where_nothing_is_saved(tmp_path: Path) -> None:
     hook = {"build_scheduler": lambda self: Halving(self.optimizer)}
-    with type("Built", (Line,), hook)(settings(tmp_path, steps=2, checkpoint={"load_only": True})) as runner:
+    with type("Built", (Line,), hook)(
+        settings(tmp_path, steps=2, checkpoint={"load_only": True})
+    ) as runner:
         rate = runner.optimizer.param_groups[0]["lr"]
         runner.train()
         assert runner.optimizer.param_groups[0]["lr"] == rate / 4
@@ -433,7 +492,9 @@ class ThirdIsBest(Line):
 
 def test_overridden_scores_decide_everything(tmp_path: Path) -> None:
     schedule = {"type": "reducelronplateau", "patience": 0, "factor": 0.5}
-    config = settings(tmp_path, epochs=9, patience=2, score_name="own", score_mode="min", scheduler=schedule)
+    config = settings(
+        tmp_path, epochs=9, patience=2, score_name="own", score_mode="min", scheduler=schedule
+    )
     with ThirdIsBest(config) as runner:
         runner.train()
         assert list(runner.results) == [1, 2, 3, 4, 5]
@@ -453,7 +514,10 @@ def test_overridden_best_index_has_its_own_score(tmp_path: Path) -> None:
     with First(settings(tmp_path, epochs=5, patience=2, ema={"enabled": True})) as runner:
         results = runner.train()
         assert list(results) == [1, 2, 3]
-        assert runner.best_score == results[1]["val"]["loss"] and runner.latest_score == results[3]["val"]["loss"]
+        assert (
+            runner.best_score == results[1]["val"]["loss"]
+            and runner.latest_score == results[3]["val"]["loss"]
+        )
         assert runner.read_checkpoint("best")["state"]["train"]["epoch"] == 1
     assert json.loads((tmp_path / "best.json").read_text())["weights"] == "averaged"
 
@@ -505,7 +569,9 @@ class Partly(Line):
         return {"model": self.model_state_dict(), "optimizer": self.optimizer_state_dict()}
 
 
-def test_another_state_comes_back_and_components_left_out_by_an_override_are_saved(tmp_path: Path) -> None:
+def test_another_state_comes_back_and_components_left_out_by_an_override_are_saved(
+    tmp_path: Path,
+) -> None:
     config = settings(tmp_path, ema={"enabled": True}, scheduler={"type": "cosine"})
     with Partly({**config, "steps": 1}) as runner:
         runner.state.noted = 7
@@ -537,7 +603,9 @@ def test_requested_checkpoint_survives_a_boundary_by_hand(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("hook", ["to_device", "train_context", "forward_context"])
-def test_hook_that_is_set_within_a_pass_counts_from_the_next_micro_batch(hook: str, tmp_path: Path) -> None:
+def test_hook_that_is_set_within_a_pass_counts_from_the_next_micro_batch(
+    hook: str, tmp_path: Path
+) -> None:
     called: list[int] = []
 
     class Setting(Line):
@@ -559,7 +627,9 @@ def test_hook_that_is_set_within_a_pass_counts_from_the_next_micro_batch(hook: s
     assert called == [2, 3]
 
 
-def test_hook_of_a_pass_that_is_set_within_the_training_may_freeze_parameters(tmp_path: Path) -> None:
+def test_hook_of_a_pass_that_is_set_within_the_training_may_freeze_parameters(
+    tmp_path: Path,
+) -> None:
     reductions: list[Any] = []
 
     class Setting(Line):

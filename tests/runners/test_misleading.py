@@ -26,8 +26,12 @@ class Scored(Line):
 # Scores
 
 
-@pytest.mark.parametrize(("name", "more"), [("val.acc", {}), ("test.acc", {}), ("val.acc", {"score_split": "val"})])
-def test_a_score_may_be_named_as_logs_write_it(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"), [("val.acc", {}), ("test.acc", {}), ("val.acc", {"score_split": "val"})]
+)
+def test_a_score_may_be_named_as_logs_write_it(
+    name: str, more: dict[str, Any], tmp_path: Path
+) -> None:
     split, _, metric = name.partition(".")
     found = []
     for kind, given in (
@@ -39,7 +43,9 @@ def test_a_score_may_be_named_as_logs_write_it(name: str, more: dict[str, Any], 
             found.append((runner.score_split, dict(runner.scores), runner.best_index))
         assert runs.Run(tmp_path / kind, kind).score_name == f"{split}/{metric}"
     assert found[0] == found[1] and found[0][1][2] == runner.results[2][split][metric]
-    with Scored(settings(tmp_path / "dotted", epochs=3, score_name=name, **more, auto_resume=True)) as runner:
+    with Scored(
+        settings(tmp_path / "dotted", epochs=3, score_name=name, **more, auto_resume=True)
+    ) as runner:
         assert runner.state.train.epoch == 2 and runner.best_index == found[0][2]
 
 
@@ -65,8 +71,14 @@ def test_a_value_in_the_place_of_a_section(key: str, value: Any, example: str) -
 
 OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {
-    "comma in code": (lambda: dl.RunnerConfig({"optim.lr": "1,5e-3"}), "Write 1.5e-3, with a point."),
-    "comma in words": (lambda: dl.RunnerConfig().parse(["--optim.lr", "1,5e-3"]), "Write 1.5e-3, with a point."),
+    "comma in code": (
+        lambda: dl.RunnerConfig({"optim.lr": "1,5e-3"}),
+        "Write 1.5e-3, with a point.",
+    ),
+    "comma in words": (
+        lambda: dl.RunnerConfig().parse(["--optim.lr", "1,5e-3"]),
+        "Write 1.5e-3, with a point.",
+    ),
     "percent": (lambda: dl.RunnerConfig({"ema.decay": "99.9%"}), "Write 0.999, as a share of 1."),
     "warm-up": (
         lambda: dl.SCHEDULERS.build(OPTIMIZER, type="cosine", total_steps=10, warmup_steps="10%"),
@@ -106,10 +118,16 @@ def test_a_path_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         runner.train()
         assert runner.dir == tmp_path / "scratch" / "run"
     assert (tmp_path / "scratch" / "run" / "checkpoints" / "latest.pth").exists()
-    config = dl.RunnerConfig({"workspace_root": "~/runs"}).parse(["--resume", "$HOME/a", "--wandb.dir", "$SCRATCH"])
+    config = dl.RunnerConfig({"workspace_root": "~/runs"}).parse(
+        ["--resume", "$HOME/a", "--wandb.dir", "$SCRATCH"]
+    )
     assert config.workspace_root == f"{tmp_path}/runs" and config.resume == f"{tmp_path}/a"
-    assert config.wandb.dir == f"{tmp_path}/scratch" and dl.RunnerConfig(name="$HOME").name == "$HOME"
-    with pytest.raises(ValueError, match=r"dir to be a path whose variables are set \(\$NOWHERE is not\)"):
+    assert (
+        config.wandb.dir == f"{tmp_path}/scratch" and dl.RunnerConfig(name="$HOME").name == "$HOME"
+    )
+    with pytest.raises(
+        ValueError, match=r"dir to be a path whose variables are set \(\$NOWHERE is not\)"
+    ):
         dl.RunnerConfig(dir="$NOWHERE/x")
 
 
@@ -117,7 +135,9 @@ def test_a_path_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_schedule_by_epochs_in_a_run_of_steps(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a budget of epochs.*steps=4.*Set scheduler\.interval='step'"):
+    with pytest.raises(
+        ValueError, match=r"a budget of epochs.*steps=4.*Set scheduler\.interval='step'"
+    ):
         Line(settings(tmp_path, steps=4, scheduler={"type": "cosine", "interval": "epoch"}))
     given = {"type": "cosine", "interval": "epoch", "total_steps": 2}
     Line(settings(tmp_path, steps=4, scheduler=given)).close()
@@ -166,7 +186,10 @@ def test_left_out_averages_begin_with_the_loaded_weights(tmp_path: Path) -> None
     with Line(settings(tmp_path / "first", steps=2, **given)) as runner:
         runner.train()
         loaded = whole(runner.unwrapped_model.state_dict())
-    given |= {"resume": str(tmp_path / "first/checkpoints/latest.pth"), "checkpoint": {"exclude_from_loading": ["ema"]}}
+    given |= {
+        "resume": str(tmp_path / "first/checkpoints/latest.pth"),
+        "checkpoint": {"exclude_from_loading": ["ema"]},
+    }
     with Line(settings(tmp_path / "second", steps=3, **given)) as runner:
         assert all(torch.equal(runner.ema.weights[name], tensor) for name, tensor in loaded.items())
 
@@ -193,14 +216,18 @@ def test_a_verb_in_init_is_too_early(verb: str, tmp_path: Path) -> None:
             super().__init__(config)
             EARLY[verb](self)
 
-    with pytest.raises(ValueError, match=f"`{verb}` to be called on a constructed runner.*too early"):
+    with pytest.raises(
+        ValueError, match=f"`{verb}` to be called on a constructed runner.*too early"
+    ):
         Early(settings(tmp_path, steps=1))
 
 
 def test_a_name_for_a_save_is_answered(tmp_path: Path) -> None:
     with Line(settings(tmp_path, steps=1)) as runner:
         runner.train()
-        with pytest.raises(TypeError, match=r"Received: 'x\.pth'.*save_pretrained\(directory\).*danling export"):
+        with pytest.raises(
+            TypeError, match=r"Received: 'x\.pth'.*save_pretrained\(directory\).*danling export"
+        ):
             getattr(runner, "save_checkpoint")("x.pth")  # noqa: B009
 
 

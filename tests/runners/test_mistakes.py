@@ -46,7 +46,13 @@ class Toy(dl.Runner):
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    base = {"epochs": 2, "seed": 1, "log": False, "dataloader": {"batch_size": 4}, "optim": {"type": "sgd", "lr": 0.1}}
+    base = {
+        "epochs": 2,
+        "seed": 1,
+        "log": False,
+        "dataloader": {"batch_size": 4},
+        "optim": {"type": "sgd", "lr": 0.1},
+    }
     return {**base, **more}
 
 
@@ -91,13 +97,22 @@ COMMAND_LINE = {
 
 # The command `danling`: the words, the exit code, and what it says on stderr.
 DANLING = {
-    "plott": (2, "unknown command 'plott'. Did you mean 'plot'? The commands are run, env, doctor,"),
+    "plott": (
+        2,
+        "unknown command 'plott'. Did you mean 'plot'? The commands are run, env, doctor,",
+    ),
     "": (2, "a command is missing. The commands are run, env, doctor,"),
     "runs --sortt best": (2, "danling runs: error: unrecognized arguments: --sortt"),
-    "inspect gone.pth": (3, "Expected a checkpoint file or directory. Received: 'gone.pth', where there is none."),
+    "inspect gone.pth": (
+        3,
+        "Expected a checkpoint file or directory. Received: 'gone.pth', where there is none.",
+    ),
     "export gone.pth out.onnx": (2, "Expected an output that ends in .safetensors, .pth"),
     "export gone.pth out.gguf": (2, "Other formats are not written here"),
-    "export gone.pth out --max-shard-size big": (2, "Expected a size such as 5GB or 2GiB. Received: 'big'."),
+    "export gone.pth out --max-shard-size big": (
+        2,
+        "Expected a size such as 5GB or 2GiB. Received: 'big'.",
+    ),
     "estimate": (2, "danling: Expected"),
     "doctor --timeout -1": (2, "Expected a number of at least 1. Received: '-1'."),
     "doctor --skip cuda": (2, "invalid choice: 'cuda'"),
@@ -105,8 +120,14 @@ DANLING = {
 
 
 ENVIRONMENT = [
-    ({"RANK": "0", "WORLD_SIZE": "two"}, "Expected the environment variable WORLD_SIZE to be an integer."),
-    ({"RANK": "2", "WORLD_SIZE": "2"}, "Expected 0 <= RANK < WORLD_SIZE. Received: RANK=2, WORLD_SIZE=2."),
+    (
+        {"RANK": "0", "WORLD_SIZE": "two"},
+        "Expected the environment variable WORLD_SIZE to be an integer.",
+    ),
+    (
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        "Expected 0 <= RANK < WORLD_SIZE. Received: RANK=2, WORLD_SIZE=2.",
+    ),
 ]
 
 
@@ -118,7 +139,9 @@ def _file(text: str) -> str:
 def _lightning() -> str:
     """Write a checkpoint of which the model is an attribute of a module that has a further part."""
     module = nn.ModuleDict({"net": nn.Linear(4, 2), "teacher": nn.Linear(4, 2)})
-    torch.save({"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.6"}, "last.ckpt")
+    torch.save(
+        {"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.6"}, "last.ckpt"
+    )
     return "last.ckpt"
 
 
@@ -152,31 +175,64 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"stack": "horovod"}, "Expected stack to be one of"),
     ({"stack": "fsdp2"}, "For FSDP, set stack='parallel' and parallel.axes.shard."),
     ({"fp8": {"enabled": True}}, "Its place is precision."),
-    ({"stack": "parallel", "parallel": {"axes": {"shard": 2}}}, "product of the parallel axes to be the world size 1."),
+    (
+        {"stack": "parallel", "parallel": {"axes": {"shard": 2}}},
+        "product of the parallel axes to be the world size 1.",
+    ),
     ({"score_name": "acc"}, "Expected the score val.acc among the metrics"),
     ({"score_split": "test"}, "Expected a split out of ['train', 'val']. Received: split='test'."),
     ({"train_splits": ["trian"]}, "Received: split='trian'. Did you mean 'train'?"),
     ({"dir": "/proc/no/where"}, "Expected a run directory that can be"),
     ({"dir": __file__}, "Expected a directory, or nothing yet"),
-    ({"dataloader": {"batch_size": 4, "trian": {"batch_size": 2}}}, "'trian' for split 'train'. Did you mean 'train'?"),
-    ({"dataloader": {"batch_size": 64}}, "Expected split 'train' to have at least one global batch of 64 samples"),
+    (
+        {"dataloader": {"batch_size": 4, "trian": {"batch_size": 2}}},
+        "'trian' for split 'train'. Did you mean 'train'?",
+    ),
+    (
+        {"dataloader": {"batch_size": 64}},
+        "Expected split 'train' to have at least one global batch of 64 samples",
+    ),
     ({"dataloader": {"batch_size": 0}}, "to be a number >= 1. Received: dataloader.batch_size=0"),
-    ({"dataloader": {"batch_size": 4, "num_workers": -1}}, "num_workers option should be non-negative"),
+    (
+        {"dataloader": {"batch_size": 4, "num_workers": -1}},
+        "num_workers option should be non-negative",
+    ),
     ({"dataloader": {"batch_size": 4, "colate_fn": list}}, "Did you mean 'collate_fn'"),
     ({"dataloader": {"batch_size": 4, "global_batch_size": 8}}, "not both. Received: batch_size=4"),
-    ({"dataloader": {"sampler": torch.utils.data.SequentialSampler(DATA)}}, "an override of `build_datasampler`."),
+    (
+        {"dataloader": {"sampler": torch.utils.data.SequentialSampler(DATA)}},
+        "an override of `build_datasampler`.",
+    ),
     ({"optim": {}}, "Expected an optimizer. Received: optimizer=None."),
     ({"optim": {"type": "adamm"}}, "Did you mean 'adam'?"),
     ({"optim": {"lr": 0.1}}, "Received: type=None. Name one under the key 'type'."),
-    ({"optim": {"name": "adamw", "lr": 0.1}}, "Received: type=None. Name one under the key 'type'."),
+    (
+        {"optim": {"name": "adamw", "lr": 0.1}},
+        "Received: type=None. Name one under the key 'type'.",
+    ),
     ({"optim": {"type": "torch.optim.AdamW"}}, "Did you mean 'adamw'?"),
     ({"optim": {"type": "sgd", "lr": 0.1, "beta": 1}}, "Received: 'beta'."),
-    ({"optim": {"type": "sgd", "learning_rate": 0.1}}, "Received: 'learning_rate'. Did you mean 'lr'?"),
-    ({"optim": {"type": "sgd", "lr": "fast"}}, "Expected optim.lr to be a number. Received: optim.lr='fast' (str)."),
-    ({"optim": {"type": "sgd", "lr": 0.1, "param_groups": [{"pattern": "backbone"}]}}, "entry to match a parameter"),
-    ({"scheduler": {"warmup": 10}}, "scheduler.type next to other keys of the section. Received: scheduler.warmup=10."),
+    (
+        {"optim": {"type": "sgd", "learning_rate": 0.1}},
+        "Received: 'learning_rate'. Did you mean 'lr'?",
+    ),
+    (
+        {"optim": {"type": "sgd", "lr": "fast"}},
+        "Expected optim.lr to be a number. Received: optim.lr='fast' (str).",
+    ),
+    (
+        {"optim": {"type": "sgd", "lr": 0.1, "param_groups": [{"pattern": "backbone"}]}},
+        "entry to match a parameter",
+    ),
+    (
+        {"scheduler": {"warmup": 10}},
+        "scheduler.type next to other keys of the section. Received: scheduler.warmup=10.",
+    ),
     ({"scheduler": {"type": "cosin"}}, "Did you mean 'cosine'?"),
-    ({"scheduler": {"type": "reducelronplateau", "interval": "step"}}, "to be 'epoch' or 'validation'"),
+    (
+        {"scheduler": {"type": "reducelronplateau", "interval": "step"}},
+        "to be 'epoch' or 'validation'",
+    ),
     ({"resume": "nowhere.pth"}, "Received: 'nowhere.pth'."),
     ({"pretrained": "nowhere.pth"}, "Received: 'nowhere.pth'."),
     ({"pretrained": __file__}, "Expected a file of torch.save. Received:"),
@@ -189,55 +245,115 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 # What a toy is made of.
 PARTS: list[tuple[dict[str, Any], str]] = [
     ({"model": None}, "Expected `self.model` to be a torch.nn.Module"),
-    ({"model": nn.LazyLinear(2)}, "Received: 'weight' of a lazy layer, which is made by the first batch."),
+    (
+        {"model": nn.LazyLinear(2)},
+        "Received: 'weight' of a lazy layer, which is made by the first batch.",
+    ),
     ({"model": nn.Linear(5, 2)}, "mat1 and mat2 shapes cannot be multiplied (4x4 and 5x2)"),
-    ({"model": nn.Linear(4, 2).requires_grad_(False)}, "Expected at least one parameter that requires a gradient"),
+    (
+        {"model": nn.Linear(4, 2).requires_grad_(False)},
+        "Expected at least one parameter that requires a gradient",
+    ),
     ({"window": 3}, "where 'window' is a name of the library's"),
     ({"criterion": "mse"}, "Expected `self.criterion` to be a callable"),
     ({"criterion": nn.MSELoss}, "MSELoss'>. Write MSELoss()."),
-    ({"criterion": None, "datasets": {"train": DATA}}, "Expected a criterion, or a model that returns a loss."),
+    (
+        {"criterion": None, "datasets": {"train": DATA}},
+        "Expected a criterion, or a model that returns a loss.",
+    ),
     (
         {"criterion": nn.CrossEntropyLoss(reduction="none"), "datasets": {"train": DATA}},
         "Received: shape (4,). Give the criterion reduction='mean' instead of 'none'",
     ),
     ({"criterion": lambda pred, target: 1.0}, "Expected a loss of one value. Received: loss=1.0."),
-    ({"criterion": lambda pred, target: None, "datasets": {"train": DATA}}, "loss of one value. Received: loss=None."),
+    (
+        {"criterion": lambda pred, target: None, "datasets": {"train": DATA}},
+        "loss of one value. Received: loss=None.",
+    ),
     ({"criterion": None}, "it needs `self.criterion`, or a model that returns its loss."),
-    ({"criterion": lambda pred, target: pred.sum().detach()}, "Expected a loss that depends on parameters"),
-    ({"criterion": lambda pred, target: pred.sum() * float("nan")}, "Expected a finite loss and gradient at step 1"),
+    (
+        {"criterion": lambda pred, target: pred.sum().detach()},
+        "Expected a loss that depends on parameters",
+    ),
+    (
+        {"criterion": lambda pred, target: pred.sum() * float("nan")},
+        "Expected a finite loss and gradient at step 1",
+    ),
     ({"datasets": {"train": TensorDataset(INPUTS, TARGETS + 5)}}, "is out of bounds"),
     ({"datasets": {}}, "Expected at least one split to train on."),
     ({"datasets": DATA}, "Expected `self.datasets` to be a mapping by split."),
-    ({"datasets": {"train": None}}, "Expected `self.datasets['train']` to have samples. Received: None."),
-    ({"datasets": {"train": "data/train"}}, "`self.datasets['train']` to have samples. Received: 'data/train'."),
+    (
+        {"datasets": {"train": None}},
+        "Expected `self.datasets['train']` to have samples. Received: None.",
+    ),
+    (
+        {"datasets": {"train": "data/train"}},
+        "`self.datasets['train']` to have samples. Received: 'data/train'.",
+    ),
     ({"datasets": {"train": object()}}, "Expected split 'train' to be a map-style dataset"),
-    ({"datasets": {"train": TensorDataset(INPUTS[:0], TARGETS[:0])}}, "to have samples. Received: an empty dataset"),
+    (
+        {"datasets": {"train": TensorDataset(INPUTS[:0], TARGETS[:0])}},
+        "to have samples. Received: an empty dataset",
+    ),
     ({"datasets": {"trian": DATA, "val": DATA}}, "Did you mean 'train' instead of 'trian'?"),
-    ({"datasets": {"val": DATA}}, "Expected at least one split to train on. Received: datasets=['val']"),
-    ({"datasets": {"train": TensorDataset(INPUTS, INPUTS, TARGETS)}}, "target). Received: a sequence of length 3."),
+    (
+        {"datasets": {"val": DATA}},
+        "Expected at least one split to train on. Received: datasets=['val']",
+    ),
+    (
+        {"datasets": {"train": TensorDataset(INPUTS, INPUTS, TARGETS)}},
+        "target). Received: a sequence of length 3.",
+    ),
     ({"datasets": {"train": list(INPUTS)}}, "Expected a batch with a target for the criterion"),
-    ({"datasets": {}, "dataloaders": {"train": ((INPUTS, TARGETS) for _ in range(3))}}, "Received: a generator"),
-    ({"datasets": {"train": (row for row in DATA)}}, "be iterated again in each of 2 epochs. Received: a generator"),
-    ({"metrics": "acc"}, "be a callable (pred, target) or an object with update, compute and reset. Received: 'acc'"),
+    (
+        {"datasets": {}, "dataloaders": {"train": ((INPUTS, TARGETS) for _ in range(3))}},
+        "Received: a generator",
+    ),
+    (
+        {"datasets": {"train": (row for row in DATA)}},
+        "be iterated again in each of 2 epochs. Received: a generator",
+    ),
+    (
+        {"metrics": "acc"},
+        "be a callable (pred, target) or an object with update, compute and reset. Received: 'acc'",
+    ),
     ({"metrics": {"loss": dl.metrics.accuracy}}, "Expected metrics with names that are not taken."),
     ({"metrics": {"a": lambda pred, target: "x"}}, "Expected metric 'a' to return a mean"),
     ({"metrics": {"a": lambda pred: 1.0}}, "takes 1 positional argument but 2 were given"),
-    ({"optimizer": "adam"}, "Expected `self.optimizer` to be a torch.optim.Optimizer. Received: optimizer='adam'."),
-    ({"optimizer": [torch.optim.SGD(nn.Linear(1, 1).parameters())]}, "Expected `self.optimizer` to be one optimizer."),
-    ({"optimizer": torch.optim.SGD(nn.Linear(4, 2).parameters())}, "an optimizer over parameters of the model."),
-    ({"scheduler": torch.optim.lr_scheduler.StepLR}, "`self.scheduler` to be a scheduler with a method step()."),
+    (
+        {"optimizer": "adam"},
+        "Expected `self.optimizer` to be a torch.optim.Optimizer. Received: optimizer='adam'.",
+    ),
+    (
+        {"optimizer": [torch.optim.SGD(nn.Linear(1, 1).parameters())]},
+        "Expected `self.optimizer` to be one optimizer.",
+    ),
+    (
+        {"optimizer": torch.optim.SGD(nn.Linear(4, 2).parameters())},
+        "an optimizer over parameters of the model.",
+    ),
+    (
+        {"scheduler": torch.optim.lr_scheduler.StepLR},
+        "`self.scheduler` to be a scheduler with a method step().",
+    ),
 ]
 
 # What a toy overrides.
 METHODS: list[tuple[dict[str, Any], str]] = [
     ({"__init__": lambda self, config: None}, "to call super().__init__(config) first."),
-    ({"__init__": lambda self, config: dl.Runner.__init__(self)}, "and called super().__init__() without it."),
+    (
+        {"__init__": lambda self, config: dl.Runner.__init__(self)},
+        "and called super().__init__() without it.",
+    ),
     ({"_parts": lambda self: None}, "where '_parts' is a name of the library's"),
     (
         {"train_step": lambda self, data: self.criterion(self.model(data[0]), data[1])},
         "Call self.backward(loss) before",
     ),
-    ({"evaluate_step": lambda self, data: self.model(data[0])}, "loss, each of which may be None. Received: Tensor."),
+    (
+        {"evaluate_step": lambda self, data: self.model(data[0])},
+        "loss, each of which may be None. Received: Tensor.",
+    ),
     ({"evaluate_step": lambda self, data: None}, "each of which may be None. Received: NoneType."),
     ({"build_optimizer": _lbfgs}, "Expected an optimizer whose step takes the gradient as it is."),
     ({"train_step": _steps}, "Remove optimizer.step()"),
@@ -246,19 +362,31 @@ METHODS: list[tuple[dict[str, Any], str]] = [
 # What a program calls.
 CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: train("nowhere.yaml"), "Received: 'nowhere.yaml', which does not exist."),
-    (lambda: train(_file("epochs: ten\n")), "integer or none. Received: epochs='ten' (str). It is in 'config.yaml'."),
+    (
+        lambda: train(_file("epochs: ten\n")),
+        "integer or none. Received: epochs='ten' (str). It is in 'config.yaml'.",
+    ),
     (
         lambda: dl.RunnerConfig().parse(["--config", _file("checkpoint.interval: 0\n")]),
         "to be a number >= 1. Received: checkpoint.interval=0 (int). It is in 'config.yaml'.",
     ),
     (lambda: train(3), "Expected a mapping or the path of a file. Received: 3 (int)."),
     (lambda: setattr(dl.RunnerConfig().freeze(), "epochs", 3), "Call defrost()."),
-    (lambda: Toy(settings()).evaluate("vall"), "Expected a split out of ['train', 'val']. Received: split='vall'."),
+    (
+        lambda: Toy(settings()).evaluate("vall"),
+        "Expected a split out of ['train', 'val']. Received: split='vall'.",
+    ),
     (lambda: Toy(settings()).evaluate_steps("val", -1), "steps=-1"),
     (lambda: train(settings(pretrained=_lightning())), "or rename the entries."),
     (lambda: Toy(settings()).load_checkpoint("latst"), "Received: 'latst'."),
-    (lambda: (Toy(settings(dir="run")), Toy(settings(dir="run"))), "Received: a directory that is in use by process"),
-    (lambda: train(settings(resume=_bare())), "which has no format_version. Load bare weights with `pretrained`"),
+    (
+        lambda: (Toy(settings(dir="run")), Toy(settings(dir="run"))),
+        "Received: a directory that is in use by process",
+    ),
+    (
+        lambda: train(settings(resume=_bare())),
+        "which has no format_version. Load bare weights with `pretrained`",
+    ),
     (lambda: Toy.from_checkpoint("nowhere.pth"), "nowhere.pth"),
 ]
 
@@ -271,12 +399,18 @@ IN_PROCESS: list[tuple[Callable[[], Any], str]] = [
 
 
 def test_there_are_as_many_as_promised() -> None:
-    assert len(COMMAND_LINE) + len(DANLING) + len(IN_PROCESS) + len(ENVIRONMENT) + len(LAUNCHES) >= 120
+    assert (
+        len(COMMAND_LINE) + len(DANLING) + len(IN_PROCESS) + len(ENVIRONMENT) + len(LAUNCHES) >= 120
+    )
 
 
 @pytest.mark.parametrize(("words", "said"), COMMAND_LINE.items(), ids=COMMAND_LINE)
 def test_a_command_line_ends_with_usage_one_line_and_code_2(
-    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
     with pytest.raises(SystemExit) as left:
@@ -303,7 +437,9 @@ def test_the_command_says_it_in_one_line(
 
 
 @pytest.mark.parametrize(("mistake", "said"), IN_PROCESS, ids=[said for _, said in IN_PROCESS])
-def test_mistake_is_an_exception_with_one_line(mistake: Callable[[], Any], said: str, tmp_path: Path) -> None:
+def test_mistake_is_an_exception_with_one_line(
+    mistake: Callable[[], Any], said: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     with pytest.raises(Exception) as caught:
         mistake()
@@ -326,7 +462,9 @@ STEPS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("parts", "said"), STEPS, ids=["train_step", "evaluate_step"])
-def test_error_of_a_step_names_its_input(parts: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_of_a_step_names_its_input(
+    parts: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
         train(**parts)
     above, ending = capfd.readouterr().err.splitlines()[-2:]
@@ -351,7 +489,9 @@ class TwoInputs(nn.Linear):
 
 def test_error_of_a_model_of_two_inputs_says_how_they_are_passed() -> None:
     pairs = [((row, row), target) for row, target in zip(INPUTS, TARGETS)]
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'second'") as caught:
+    with pytest.raises(
+        TypeError, match="missing 1 required positional argument: 'second'"
+    ) as caught:
         train(model=TwoInputs(4, 2), datasets={"train": pairs})
     assert "passed as keyword arguments" in caught.value.__notes__[0]  # type: ignore[attr-defined]
 
@@ -376,7 +516,9 @@ def test_error_of_a_hidden_state_that_is_not_detached_says_so() -> None:
 def test_a_split_that_nothing_scores_is_told_how_to_leave_evaluation_out() -> None:
     with pytest.raises(ValueError, match="among the metrics of an evaluation") as caught:
         train(datasets={"train": DATA, "unlabelled": TensorDataset(INPUTS)})
-    assert "Received: []. If no split is to be evaluated, set evaluate_splits=[]." in str(caught.value)
+    assert "Received: []. If no split is to be evaluated, set evaluate_splits=[]." in str(
+        caught.value
+    )
 
 
 class Endless(torch.utils.data.IterableDataset[Any]):
@@ -387,31 +529,44 @@ class Endless(torch.utils.data.IterableDataset[Any]):
             yield INPUTS[number % 4], TARGETS[number % 4]
 
 
-def test_an_evaluation_of_many_batches_of_a_stream_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
-    with Toy(settings(evaluate_splits=["val"]), datasets={"train": DATA, "val": Endless(), "new": Endless()}) as runner:
+def test_an_evaluation_of_many_batches_of_a_stream_is_named_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with Toy(
+        settings(evaluate_splits=["val"]),
+        datasets={"train": DATA, "val": Endless(), "new": Endless()},
+    ) as runner:
         runner.train()
         runner.infer("new")
     said = "is a stream of unknown length, of which 1000 batches were read by now"
     assert capfd.readouterr().err.count(said) == 1
 
 
-def test_training_at_the_end_of_the_budget_names_the_way_to_continue(capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_at_the_end_of_the_budget_names_the_way_to_continue(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with Toy(settings()) as runner:
         runner.train()
         assert "Nothing is left" not in capfd.readouterr().err
         runner.train()
-    assert "the run has completed 2 of 2 epochs. Raise epochs to continue." in capfd.readouterr().err
+    assert (
+        "the run has completed 2 of 2 epochs. Raise epochs to continue." in capfd.readouterr().err
+    )
 
 
 def test_training_after_close_is_refused() -> None:
     with Toy(settings()) as runner:
         pass
-    with pytest.raises(ValueError, match=r"Expected a runner that is open\. Received: train\(\) after close\(\)"):
+    with pytest.raises(
+        ValueError, match=r"Expected a runner that is open\. Received: train\(\) after close\(\)"
+    ):
         runner.train()
 
 
 def test_a_missing_checkpoint_to_resume_from_makes_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFound, match="Expected resume to be a checkpoint: .* Received: 'gone.pth'"):
+    with pytest.raises(
+        CheckpointNotFound, match="Expected resume to be a checkpoint: .* Received: 'gone.pth'"
+    ):
         Toy(settings(resume="gone.pth"))
     assert os.listdir(tmp_path) == []
 
@@ -462,7 +617,11 @@ if __name__ == "__main__":
 LAUNCHES = {
     # Python 3.13 shows whole statements, which takes more lines.
     "shape": ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x4 and 5x2)", 2, 75),
-    "words": ("train.py: error: Expected keys that are read. Received: --lr 1e-3. Its place is optim.lr.", 0, 60),
+    "words": (
+        "train.py: error: Expected keys that are read. Received: --lr 1e-3. Its place is optim.lr.",
+        0,
+        60,
+    ),
 }
 
 
@@ -470,10 +629,14 @@ LAUNCHES = {
 def test_under_torchrun_the_first_rank_says_it_once(mistake: str) -> None:
     Path("train.py").write_text(PROGRAM)
     said, frames, most = LAUNCHES[mistake]
-    code, output = run_program("train.py", mistake, environment={"DANLING_FULL_TRACEBACK": ""}, nproc_per_node=2)
+    code, output = run_program(
+        "train.py", mistake, environment={"DANLING_FULL_TRACEBACK": ""}, nproc_per_node=2
+    )
     assert code != 0
     assert output.count(said) == 1, output
     assert output.count('train.py", line') == frames, output
-    assert ("train_step on split 'train' received (float32 (4, 4) on cpu" in output) == (mistake == "shape")
+    assert ("train_step on split 'train' received (float32 (4, 4) on cpu" in output) == (
+        mistake == "shape"
+    )
     assert "danling/runners" not in output
     assert len(output.splitlines()) < most

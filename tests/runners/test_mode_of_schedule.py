@@ -37,7 +37,10 @@ class Scored(dl.Runner):
             self.scheduler = ReduceLROnPlateau(self.optimizer, **self.own)
 
     def summarize(self, split: str, totals: Any) -> dict[str, float]:
-        return {**super().summarize(split, totals), self.metric: self.values[self.train_state.epoch]}
+        return {
+            **super().summarize(split, totals),
+            self.metric: self.values[self.train_state.epoch],
+        }
 
 
 def rate_by_hand(values: list[float], mode: str) -> float:
@@ -81,10 +84,15 @@ def test_configured_schedule_has_the_mode_of_its_metric(
     runner_class: type[Scored], more: dict[str, Any], mode: str, tmp_path: Path
 ) -> None:
     config = settings(tmp_path, scheduler=PLATEAU)
-    config["scheduler"] = {**PLATEAU, **{key.rpartition(".")[2]: more.pop(key) for key in list(more) if "." in key}}
+    config["scheduler"] = {
+        **PLATEAU,
+        **{key.rpartition(".")[2]: more.pop(key) for key in list(more) if "." in key},
+    }
     found = rate_of(runner_class, config | more, 3, 7)
     assert found == rate_by_hand(runner_class.values[:7], mode)
-    assert rate_by_hand(runner_class.values[:7], "min") != rate_by_hand(runner_class.values[:7], "max")
+    assert rate_by_hand(runner_class.values[:7], "min") != rate_by_hand(
+        runner_class.values[:7], "max"
+    )
 
 
 def test_the_rate_is_the_same_on_two_ranks(tmp_path: Path) -> None:

@@ -26,10 +26,23 @@ def settings(root: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["window", "_parts", "index", "step", "batch_weight", "device", "mode", "_bind_reduction", "scores"]
+    "name",
+    [
+        "window",
+        "_parts",
+        "index",
+        "step",
+        "batch_weight",
+        "device",
+        "mode",
+        "_bind_reduction",
+        "scores",
+    ],
 )
 def test_name_of_the_library_is_refused_at_its_assignment(name: str, tmp_path: Path) -> None:
-    with pytest.raises(AttributeError, match=rf"self.{name} = .*library's \((\w+)\).*my_{name.strip('_')}") as caught:
+    with pytest.raises(
+        AttributeError, match=rf"self.{name} = .*library's \((\w+)\).*my_{name.strip('_')}"
+    ) as caught:
         Named(settings(tmp_path), {name: 3.5})
     owner = str(caught.value).partition("library's (")[2].partition(")")[0]
     assert owner in {kind.__name__ for kind in dl.TorchRunner.__mro__}
@@ -37,9 +50,12 @@ def test_name_of_the_library_is_refused_at_its_assignment(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["scores", "parameters", "reduction"])
-def test_a_method_under_the_name_of_a_property_is_refused_with_the_mend(name: str, tmp_path: Path) -> None:
+def test_a_method_under_the_name_of_a_property_is_refused_with_the_mend(
+    name: str, tmp_path: Path
+) -> None:
     with pytest.raises(
-        AttributeError, match=rf"Expected '{name}' to be a property.*a method of the class Own\. Put @prop"
+        AttributeError,
+        match=rf"Expected '{name}' to be a property.*a method of the class Own\. Put @prop",
     ):
         type("Own", (Named,), {name: lambda self: {}})(settings(tmp_path))
 
@@ -51,7 +67,11 @@ def test_every_attribute_of_the_librarys_is_known_to_the_guard(tmp_path: Path) -
         assert not unknown, f"annotate them in the class that sets them: {sorted(unknown)}"
 
 
-MEMBERS: dict[str, Any] = {"_bind_reduction": lambda self, text: None, "window": lambda self: 3, "train_step": 0.1}
+MEMBERS: dict[str, Any] = {
+    "_bind_reduction": lambda self, text: None,
+    "window": lambda self: 3,
+    "train_step": 0.1,
+}
 
 
 @pytest.mark.parametrize("name", MEMBERS)

@@ -41,7 +41,9 @@ class Stream(IterableDataset[Any]):
 
 
 class Toy(dl.Runner):
-    def __init__(self, dataset: object, criterion: Callable[..., Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, dataset: object, criterion: Callable[..., Any] | None = None, **settings: Any
+    ) -> None:
         loader = {"batch_size": 4, "shuffle": False, **settings.pop("dataloader", {})}
         super().__init__({"epochs": 1, "seed": 1, "log": False, "dataloader": loader, **settings})
         torch.manual_seed(0)
@@ -104,9 +106,15 @@ class OneOfModule(nn.Module):
 
 
 CRITERIA = [
-    (parts, "Received: a dict with the keys ['entropy']. Override `compute_loss` to return the sum"),
+    (
+        parts,
+        "Received: a dict with the keys ['entropy']. Override `compute_loss` to return the sum",
+    ),
     (pair, "Received: a tuple of 2. Override `compute_loss` to return the one that is trained on"),
-    (one, "The criterion is called as criterion(prediction, target). Received: one that is defined as (pred: "),
+    (
+        one,
+        "The criterion is called as criterion(prediction, target). Received: one that is defined as (pred: ",
+    ),
     (
         OneOfModule(),
         "The criterion is called as criterion(prediction, target). Received: one that is defined as (pred: ",
@@ -114,8 +122,12 @@ CRITERIA = [
 ]
 
 
-@pytest.mark.parametrize(("criterion", "said"), CRITERIA, ids=["mapping", "pair", "one-argument", "module"])
-def test_mismatched_criterion_is_named_with_shapes(criterion: Callable[..., Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("criterion", "said"), CRITERIA, ids=["mapping", "pair", "one-argument", "module"]
+)
+def test_mismatched_criterion_is_named_with_shapes(
+    criterion: Callable[..., Any], said: str
+) -> None:
     _, text = failure_of(Toy(Rows(), criterion))
     assert said in text
     assert "train_step on split 'train' received (float32 (4, 4) on cpu" in text
@@ -135,9 +147,14 @@ def test_a_type_error_inside_a_criterion_is_not_taken_for_its_signature() -> Non
     assert "criterion(prediction, target)" not in text
 
 
-@pytest.mark.parametrize(("value", "mend"), [("great", "log_text(name, text)"), (torch.ones(2), "by .mean()")])
+@pytest.mark.parametrize(
+    ("value", "mend"), [("great", "log_text(name, text)"), (torch.ones(2), "by .mean()")]
+)
 def test_figures_other_than_numbers_are_named(value: Any, mend: str) -> None:
-    with Toy(Rows()) as runner, pytest.raises(ValueError, match="single number for metric 'val/note'") as caught:
+    with (
+        Toy(Rows()) as runner,
+        pytest.raises(ValueError, match="single number for metric 'val/note'") as caught,
+    ):
         runner.log_figures({"val/loss": 1.0, "val/note": value})
     assert mend in str(caught.value)
 
@@ -165,7 +182,12 @@ ORDERS: dict[str, dict[str, Any]] = {
     "shuffled": {"dataloader": {"shuffle": True}},
     "accumulated": {"dataloader": {"shuffle": True}, "accum_steps": 3},
     "whole updates": {
-        "dataloader": {"shuffle": True, "global_batch_size": 12, "micro_batch_size": 5, "batch_size": None}
+        "dataloader": {
+            "shuffle": True,
+            "global_batch_size": 12,
+            "micro_batch_size": 5,
+            "batch_size": None,
+        }
     },
     "workers": {"dataloader": {"shuffle": True, "num_workers": 1}},
 }
@@ -204,7 +226,9 @@ def test_finite_data_is_said_to_be_finite() -> None:
 def test_row_is_named_in_batches_of_the_program() -> None:
     with (
         Toy(Rows()) as runner,
-        pytest.raises(FloatingPointError, match="NaN in 'input' of row 1 of micro-batch 1 ") as caught,
+        pytest.raises(
+            FloatingPointError, match="NaN in 'input' of row 1 of micro-batch 1 "
+        ) as caught,
     ):
         runner.train_step((torch.tensor([[1.0] * 4, [float("nan")] * 4]), torch.tensor([0, 1])))
         runner.step()

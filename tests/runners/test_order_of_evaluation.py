@@ -51,7 +51,12 @@ def read(config: dict[str, Any], split: str) -> dict[str, Any]:
         rows = [float(row) for row in runner.infer(split)]
         streamed = [float(row) for row in runner.infer(split, stream=True)]
         bounded = runner.evaluate_steps(split, 2)
-        return {"rows": rows, "streamed": streamed, "bounded": bounded, "whole": runner.evaluate(split)[split]}
+        return {
+            "rows": rows,
+            "streamed": streamed,
+            "bounded": bounded,
+            "whole": runner.evaluate(split)[split],
+        }
 
 
 ORDERS: dict[str, dict[str, Any]] = {
@@ -65,7 +70,8 @@ ORDERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("split", ["val", "train"])
 @pytest.mark.parametrize(
-    ("order", "ranks"), [*((order, 1) for order in ORDERS), ("both", 2), ("an update's size", 2), ("sharded", 2)]
+    ("order", "ranks"),
+    [*((order, 1) for order in ORDERS), ("both", 2), ("an update's size", 2), ("sharded", 2)],
 )
 def test_every_sample_is_read_once_in_the_order_of_the_dataset(
     order: str, ranks: int, split: str, tmp_path: Path
@@ -77,7 +83,9 @@ def test_every_sample_is_read_once_in_the_order_of_the_dataset(
     if "dataloader.global_batch_size" in config:
         size = 8 // ranks
         config.pop("dataloader")
-    found = run_processes(read, config, split, world_size=ranks) if ranks > 1 else [read(config, split)]
+    found = (
+        run_processes(read, config, split, world_size=ranks) if ranks > 1 else [read(config, split)]
+    )
     everything = [float(number) for number in range(SIZE)]
     first = min(2 * size * ranks, SIZE)
     for rank in found:
@@ -97,7 +105,9 @@ def test_given_order_of_a_split_counts(where: str, tmp_path: Path) -> None:
                 self.dataloaders["val"] = DataLoader(numbered(SIZE), batch_size=4, drop_last=True)
 
         def build_datasampler(self, split: str, dataset: Any) -> Any:
-            return SubsetRandomSampler(range(20)) if where == "in a hook" and split == "val" else None
+            return (
+                SubsetRandomSampler(range(20)) if where == "in a hook" and split == "val" else None
+            )
 
     own = {"dataloader.val.drop_last": True} if "section" in where else {}
     with Own(settings(tmp_path, **own)) as runner:
@@ -123,7 +133,9 @@ def test_a_ragged_batch_of_an_iterable_dataset_is_evaluated(workers: int, tmp_pa
             super().__init__(config)
             self.datasets["val"] = Yielded()
 
-    with Yields(settings(tmp_path, **{"dataloader.drop_last": True, "dataloader.num_workers": workers})) as runner:
+    with Yields(
+        settings(tmp_path, **{"dataloader.drop_last": True, "dataloader.num_workers": workers})
+    ) as runner:
         assert len(runner.infer("val")) == SIZE
         assert runner.evaluate("val")["val"]["loss"] == pytest.approx(mean_loss(SIZE), rel=1e-6)
 
@@ -136,7 +148,10 @@ def test_a_ragged_batch_of_an_iterable_dataset_is_evaluated(workers: int, tmp_pa
             "all 21 samples of split 'val', in the order of the dataset. Only training reads by dataloader.shuffle.",
         ),
         ({"dataloader.val.shuffle": True}, None),
-        ({"dataloader.val.shuffle": True, "steps": 4}, "the first 4 of 21 samples of split 'val', in their own order."),
+        (
+            {"dataloader.val.shuffle": True, "steps": 4},
+            "the first 4 of 21 samples of split 'val', in their own order.",
+        ),
         (
             {"steps": 4, "dataloader.drop_last": True},
             "the first 4 of 21 samples of split 'val', in the order of the dataset.",
@@ -148,11 +163,15 @@ def test_one_line_names_the_samples_read(
     more: dict[str, Any], said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "danling")
-    with Numbers(settings(tmp_path, **{"epochs": None if "steps" in more else 2, **more})) as runner:
+    with Numbers(
+        settings(tmp_path, **{"epochs": None if "steps" in more else 2, **more})
+    ) as runner:
         runner.train()
         runner.infer("val")
     lines = [message for message in caplog.messages if message.startswith("An evaluation reads")]
-    assert [said in line for line in lines if said] == [True] * (said is not None) and len(lines) == (said is not None)
+    assert [said in line for line in lines if said] == [True] * (said is not None) and len(
+        lines
+    ) == (said is not None)
 
 
 def read_first(config: dict[str, Any]) -> tuple[float, list[str]]:
@@ -169,6 +188,10 @@ def read_first(config: dict[str, Any]) -> tuple[float, list[str]]:
 @pytest.mark.parametrize(("how", "samples"), [("fast", 12), ("canonical", 6)])
 def test_line_names_the_samples_of_all_ranks(how: str, samples: int, tmp_path: Path) -> None:
     sizes = {"batch_size": None, "global_batch_size": 8, "micro_batch_size": 2}
-    found = run_processes(read_first, settings(tmp_path, gradient_sum=how, dataloader=sizes), world_size=2)
+    found = run_processes(
+        read_first, settings(tmp_path, gradient_sum=how, dataloader=sizes), world_size=2
+    )
     assert [counted for counted, _ in found] == [samples, samples]
-    assert [line.split(" samples of")[0] for line in found[0][1]] == [f"An evaluation reads the first {samples} of 21"]
+    assert [line.split(" samples of")[0] for line in found[0][1]] == [
+        f"An evaluation reads the first {samples} of 21"
+    ]

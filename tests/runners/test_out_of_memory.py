@@ -28,7 +28,10 @@ WORDS = {
     "nccl": "NCCL error in: ProcessGroupNCCL.cpp:2094, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
 }
 """What libraries say in a plain `RuntimeError` when memory runs out."""
-OTHERS = ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`", "NCCL error: unhandled system error")
+OTHERS = (
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`",
+    "NCCL error: unhandled system error",
+)
 
 
 class OutOfMemoryInBackward(torch.autograd.Function):
@@ -70,7 +73,9 @@ class Hungry(nn.Module):
 class Runner(dl.Runner):
     """Trains a model that is hungry on the ranks that are named, on all of them by default."""
 
-    def __init__(self, config: dict[str, Any], fits: int = 100, where: str = "forward", ranks: Any = None) -> None:
+    def __init__(
+        self, config: dict[str, Any], fits: int = 100, where: str = "forward", ranks: Any = None
+    ) -> None:
         super().__init__(config)
         hungry = ranks is None or self.rank in ranks
         self.model = Hungry(fits if hungry else 100, where).double()
@@ -85,8 +90,15 @@ class Runner(dl.Runner):
 
 
 def settings(root: Path, held: Any, **more: Any) -> dict[str, Any]:
-    loader = {"global_batch_size": 16, "micro_batch_size": held, "drop_last": False, **more.pop("dataloader", {})}
-    return toy_settings(root, **{"epochs": 2, "optim": {"type": "adamw", "lr": 0.01}, "dataloader": loader, **more})
+    loader = {
+        "global_batch_size": 16,
+        "micro_batch_size": held,
+        "drop_last": False,
+        **more.pop("dataloader", {}),
+    }
+    return toy_settings(
+        root, **{"epochs": 2, "optim": {"type": "adamw", "lr": 0.01}, "dataloader": loader, **more}
+    )
 
 
 @pytest.mark.parametrize("where", ["forward", "allocator", "backward", *WORDS])
@@ -96,13 +108,18 @@ def test_the_update_is_made_as_if_memory_had_not_run_out(
     with Runner(settings(tmp_path / "known", 4)) as runner:
         runner.train()
         known = whole_state(runner)
-    with caplog.at_level(logging.WARNING, "danling"), Runner(settings(tmp_path / "auto", "auto"), 7, where) as runner:
+    with (
+        caplog.at_level(logging.WARNING, "danling"),
+        Runner(settings(tmp_path / "auto", "auto"), 7, where) as runner,
+    ):
         assert (runner.batch_size, runner.accum_steps) == (16, 1)
         runner.train()
         assert (runner.batch_size, runner.accum_steps) == (4, 4)
         assert differences(whole_state(runner), known) == []
         assert runner.results[2]["train"]["norm"] > 0
-    told = [record.getMessage() for record in caplog.records if "Memory ran out" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "Memory ran out" in record.getMessage()
+    ]
     assert [re.findall(r"\d+", line)[:3] for line in told] == [["1", "16", "8"], ["1", "8", "4"]]
 
 
@@ -121,7 +138,10 @@ def test_fitting_size_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_update_too_large_in_any_piece_raises_the_error_of_the_model(tmp_path: Path) -> None:
-    with Runner(settings(tmp_path, "auto"), 0) as runner, pytest.raises(RuntimeError, match="can't allocate memory"):
+    with (
+        Runner(settings(tmp_path, "auto"), 0) as runner,
+        pytest.raises(RuntimeError, match="can't allocate memory"),
+    ):
         runner.train()
 
 
@@ -131,11 +151,16 @@ def test_another_error_is_an_error(words: str, tmp_path: Path) -> None:
         def train_step(self, data: Any) -> tuple[Any, Tensor]:
             raise RuntimeError(words)
 
-    with Wrong(settings(tmp_path, "auto")) as runner, pytest.raises(RuntimeError, match=re.escape(words)):
+    with (
+        Wrong(settings(tmp_path, "auto")) as runner,
+        pytest.raises(RuntimeError, match=re.escape(words)),
+    ):
         runner.train()
 
 
-def train(config: dict[str, Any], fits: int = 100, where: str = "forward", ranks: Any = None) -> dict[str, Any]:
+def train(
+    config: dict[str, Any], fits: int = 100, where: str = "forward", ranks: Any = None
+) -> dict[str, Any]:
     with Runner(config, fits, where, ranks) as runner:
         runner.train()
         state = whole_state(runner)
@@ -151,17 +176,23 @@ def train(config: dict[str, Any], fits: int = 100, where: str = "forward", ranks
 def test_all_ranks_repeat_the_update_if_one_ran_out_of_memory(where: str, tmp_path: Path) -> None:
     whole = {"dataloader": {"drop_last": True}}  # batch statistics need two samples
     known = run_processes(train, settings(tmp_path / "known", 2, **whole), world_size=2)
-    auto = run_processes(train, settings(tmp_path / "auto", "auto", **whole), 2, where, [1], world_size=2)
+    auto = run_processes(
+        train, settings(tmp_path / "auto", "auto", **whole), 2, where, [1], world_size=2
+    )
     for rank in auto:
         assert rank["held"] == 2
         assert differences(rank["rng"], known[0]["rng"]) == []
         for name, value in rank["weights"].items():
             torch.testing.assert_close(value, known[0]["weights"][name], rtol=0, atol=1e-12)
-        assert rank["results"][2]["train"]["loss"] == pytest.approx(known[0]["results"][2]["train"]["loss"], abs=1e-12)
+        assert rank["results"][2]["train"]["loss"] == pytest.approx(
+            known[0]["results"][2]["train"]["loss"], abs=1e-12
+        )
 
 
 def test_rank_too_small_for_one_sample_ends_all(tmp_path: Path) -> None:
-    outcomes = run_outcomes(train, settings(tmp_path, "auto"), 0, "forward", [1], world_size=2, grace=3.0)
+    outcomes = run_outcomes(
+        train, settings(tmp_path, "auto"), 0, "forward", [1], world_size=2, grace=3.0
+    )
     errors = {outcome.rank: outcome.error for outcome in outcomes}
     assert "can't allocate memory" in str(errors[1])
     assert errors[0] is not None
@@ -179,10 +210,17 @@ def construct(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("more", "received"),
-    [({}, "SyncBatchNorm"), ({"stack": "parallel", "parallel": {"axes": {"shard": 2}}}, "parallel.axes.shard=2")],
+    [
+        ({}, "SyncBatchNorm"),
+        ({"stack": "parallel", "parallel": {"axes": {"shard": 2}}}, "parallel.axes.shard=2"),
+    ],
 )
-def test_communicating_forward_is_refused(more: dict[str, Any], received: str, tmp_path: Path) -> None:
-    for outcome in run_outcomes(construct, settings(tmp_path / "run", "auto", **more), world_size=2, grace=2.0):
+def test_communicating_forward_is_refused(
+    more: dict[str, Any], received: str, tmp_path: Path
+) -> None:
+    for outcome in run_outcomes(
+        construct, settings(tmp_path / "run", "auto", **more), world_size=2, grace=2.0
+    ):
         assert isinstance(outcome.error, ValueError)
         assert f"micro_batch_size='auto' with {received}" in str(outcome.error)
     assert not (tmp_path / "run").exists()

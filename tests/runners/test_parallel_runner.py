@@ -25,7 +25,9 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Separable points."""
 
     def __init__(self, count: int) -> None:
-        self.inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        self.inputs = torch.randn(
+            count, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -43,10 +45,15 @@ class PlainRunner(dl.Runner):
         with torch.device("meta" if options.get("meta") else "cpu"):
             self.model = self.build().double()
         self.criterion = nn.CrossEntropyLoss(reduction=options.get("reduction", "mean"))
-        self.datasets = {"train": Points(options.get("samples", 24)), "val": Points(options.get("held_out", 7))}
+        self.datasets = {
+            "train": Points(options.get("samples", 24)),
+            "val": Points(options.get("held_out", 7)),
+        }
         self.metrics = {"acc": dl.metrics.accuracy}
         if options.get("loader"):
-            self.dataloaders["train"] = options.get("loader_class", DataLoader)(Points(22), batch_size=4)
+            self.dataloaders["train"] = options.get("loader_class", DataLoader)(
+                Points(22), batch_size=4
+            )
         if options.get("optimizer"):
             head = {"params": self.model[4].parameters(), "lr": 0.02}
             rest = [p for name, p in self.model.named_parameters() if not name.startswith("4.")]
@@ -84,20 +91,31 @@ def train(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
         results = runner.train()
         weights = {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
         predictions = runner.infer("val")
-        return {"weights": weights, "results": results, "predictions": predictions, "rates": rates(runner)}
+        return {
+            "weights": weights,
+            "results": results,
+            "predictions": predictions,
+            "rates": rates(runner),
+        }
 
 
 def rates(runner: Any) -> list[float]:
     return [group["lr"] for group in runner.optimizer.param_groups]
 
 
-def both(root: Path, axes: Mapping[str, int], options: Mapping[str, Any], **more: Any) -> tuple[Any, list[Any]]:
+def both(
+    root: Path, axes: Mapping[str, int], options: Mapping[str, Any], **more: Any
+) -> tuple[Any, list[Any]]:
     world = 1
     for degree in axes.values():
         world *= degree
     more = {"checkpoint": {"load_only": True}, **more}
-    (one,) = run_processes(train, settings(root / "one", None, **more), options, world_size=1, timeout=60)
-    return one, run_processes(train, settings(root / "mesh", axes, **more), options, world_size=world, timeout=60)
+    (one,) = run_processes(
+        train, settings(root / "one", None, **more), options, world_size=1, timeout=60
+    )
+    return one, run_processes(
+        train, settings(root / "mesh", axes, **more), options, world_size=world, timeout=60
+    )
 
 
 def check_equal(one: Any, ranks: list[Any], tolerance: float = 1e-9) -> None:
@@ -130,7 +148,9 @@ BOTH = {"pipeline": 2, "shard": 2}
     ],
     ids=str,
 )
-def test_a_script_of_one_process_runs_unchanged(options: dict[str, Any], axes: dict[str, int], tmp_path: Path) -> None:
+def test_a_script_of_one_process_runs_unchanged(
+    options: dict[str, Any], axes: dict[str, int], tmp_path: Path
+) -> None:
     """Evaluation and inference have uneven, and with one held-out sample empty, shards."""
     one, ranks = both(tmp_path, axes, options)
     check_equal(one, ranks)
@@ -144,7 +164,10 @@ def test_a_loader_of_the_users_own_feeds_a_pipeline(tmp_path: Path) -> None:
 
 
 def test_parameter_groups_are_those_of_the_whole_model(tmp_path: Path) -> None:
-    groups = [{"pattern": "bias", "weight_decay_multiplier": 0.0}, {"pattern": r"^4\.", "lr_multiplier": 3.0}]
+    groups = [
+        {"pattern": "bias", "weight_decay_multiplier": 0.0},
+        {"pattern": r"^4\.", "lr_multiplier": 3.0},
+    ]
     more = {"optim": {"weight_decay": 0.1, "param_groups": groups}}
     one, ranks = both(tmp_path, PIPELINE, {}, **more)
     check_equal(one, ranks)
@@ -161,7 +184,9 @@ def test_batch_norm_keeps_the_statistics_of_the_first_replica(tmp_path: Path) ->
     """As under DDP: the batches are those of each replica, and the buffers of the first are saved and evaluated."""
     ddp = settings(tmp_path / "ddp", None, dataloader={"batch_size": 2})
     theirs = run_processes(batch_norm, ddp, world_size=2, timeout=60)[0]
-    for rank in run_processes(batch_norm, settings(tmp_path / "fsdp", FSDP), world_size=2, timeout=60):
+    for rank in run_processes(
+        batch_norm, settings(tmp_path / "fsdp", FSDP), world_size=2, timeout=60
+    ):
         for name, value in rank.items():
             torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-9)
 
@@ -181,7 +206,9 @@ def test_a_pipeline_leaves_statistics_alone(tmp_path: Path) -> None:
     again = {"activation_checkpointing": True, "pipeline_microbatch_size": 4}
     for function in (batch_norm, resumed_batch_norm):
         root = tmp_path / function.__name__
-        config = settings(root, PIPELINE, parallel=again, fsdp={"blocks": ["Linear", "BatchNorm1d"]})
+        config = settings(
+            root, PIPELINE, parallel=again, fsdp={"blocks": ["Linear", "BatchNorm1d"]}
+        )
         for rank in run_processes(function, config, world_size=2, timeout=60):
             for name, value in rank.items():
                 torch.testing.assert_close(value, one[name], rtol=0, atol=1e-9)
@@ -203,7 +230,9 @@ def test_a_model_on_the_meta_device_is_initialised_shard_by_shard(tmp_path: Path
         assert all(torch.equal(value, ranks[0][0][name]) for name, value in weights.items())
         assert 0.05 < weights["0.weight"].std().item() < 0.5
         assert torch.equal(weights["1.weight"], torch.ones(8, dtype=torch.float64))
-        assert not torch.equal(weights["3.weight"][:4], weights["3.weight"][4:]), "each shard draws from its own stream"
+        assert not torch.equal(weights["3.weight"][:4], weights["3.weight"][4:]), (
+            "each shard draws from its own stream"
+        )
 
 
 class PartlyMeta(PlainRunner):
@@ -223,8 +252,14 @@ def test_weights_of_a_model_partly_on_the_meta_device_are_not_overwritten(tmp_pa
 def test_nothing_to_compute_again_is_said(tmp_path: Path) -> None:
     parallel = {"activation_checkpointing": True}
     with PlainRunner(settings(tmp_path / "none", {}, parallel=parallel)) as runner:
-        assert [line for line in runner.idle_settings() if "activation_checkpointing" in line and "fsdp.blocks" in line]
-    with PlainRunner(settings(tmp_path / "named", {}, parallel=parallel, fsdp={"blocks": ["Linear"]})) as runner:
+        assert [
+            line
+            for line in runner.idle_settings()
+            if "activation_checkpointing" in line and "fsdp.blocks" in line
+        ]
+    with PlainRunner(
+        settings(tmp_path / "named", {}, parallel=parallel, fsdp={"blocks": ["Linear"]})
+    ) as runner:
         assert runner.idle_settings() == []
 
 
@@ -245,7 +280,9 @@ class HalfRunner(PlainRunner):
     def compute_loss(self, pred: Any, target: Any) -> Tensor:
         loss: Tensor = super().compute_loss(pred, target)
         last = self.data_domain.rank == self.data_domain.size - 1
-        overflows = last and self.state.train.global_step == 1 and not self.state.train.skipped_updates
+        overflows = (
+            last and self.state.train.global_step == 1 and not self.state.train.skipped_updates
+        )
         return loss * float("inf") if overflows and self.mode == "train" else loss
 
     def step(self) -> Any:
@@ -262,9 +299,13 @@ def half(config: Mapping[str, Any]) -> tuple[list[str | None], float, dict[str, 
 
 
 @pytest.mark.parametrize("axes", [FSDP, PIPELINE, {"pipeline": 2, "shard": 2}], ids=str)
-def test_an_overflow_on_one_rank_halves_the_scale_of_all(axes: dict[str, int], tmp_path: Path) -> None:
+def test_an_overflow_on_one_rank_halves_the_scale_of_all(
+    axes: dict[str, int], tmp_path: Path
+) -> None:
     world = 2 * len(axes)
-    ranks = run_processes(half, settings(tmp_path, axes, precision="fp16"), world_size=world, timeout=60)
+    ranks = run_processes(
+        half, settings(tmp_path, axes, precision="fp16"), world_size=world, timeout=60
+    )
     for reasons, scale, weights in ranks:
         assert reasons == [None, "overflow", None, None, None]
         assert scale == 2.0**15
@@ -278,20 +319,27 @@ def not_finite(config: Mapping[str, Any]) -> None:
 
 def test_nonfinite_update_of_one_stage_is_raised_on_all(tmp_path: Path) -> None:
     outcomes = run_outcomes(not_finite, settings(tmp_path, PIPELINE), world_size=2, timeout=60)
-    assert all("step 2" in str(outcome.error) and "on ranks [1]" in str(outcome.error) for outcome in outcomes)
+    assert all(
+        "step 2" in str(outcome.error) and "on ranks [1]" in str(outcome.error)
+        for outcome in outcomes
+    )
 
 
 def policy(config: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype]:
     seen: list[torch.dtype] = []
     with PlainRunner(config) as runner:
-        runner.model[3].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        runner.model[3].register_forward_hook(
+            lambda module, args, output: seen.append(output.dtype)
+        )
         runner.train()
         return seen[0], local_part(next(runner.model.parameters())).dtype
 
 
 def test_a_mixed_precision_policy_is_given_by_name(tmp_path: Path) -> None:
     fsdp = {"mp_policy": {"param_dtype": "bf16", "output_dtype": "float64"}}
-    for seen, kept in run_processes(policy, settings(tmp_path, FSDP, fsdp=fsdp), world_size=2, timeout=60):
+    for seen, kept in run_processes(
+        policy, settings(tmp_path, FSDP, fsdp=fsdp), world_size=2, timeout=60
+    ):
         assert seen is torch.bfloat16 and kept is torch.float64
 
 
@@ -339,7 +387,11 @@ class DividedByHand(LayoutRunner):
     """Asks for the mesh, and does nothing with it."""
 
     def parallelize_model(self, model: nn.Module) -> None:
-        assert self.parallel_context.mesh("tensor").size() == self.parallel_context.degree("tensor") == 2
+        assert (
+            self.parallel_context.mesh("tensor").size()
+            == self.parallel_context.degree("tensor")
+            == 2
+        )
 
 
 class Misplaced(PlainRunner):
@@ -372,7 +424,9 @@ class BrokenStage(PlainRunner):
             self.datasets["train"] = [({"input": torch.ones(6)}, 1)] * 8
 
     def build(self) -> nn.Sequential:
-        broken = {"averages": Averages, "stubborn": Stubborn}.get(self.options["broken"], nn.Identity)
+        broken = {"averages": Averages, "stubborn": Stubborn}.get(
+            self.options["broken"], nn.Identity
+        )
         at = self.options["at"]
         layers = [nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3)]
         return nn.Sequential(*layers[:at], broken(), *layers[at:])
@@ -394,7 +448,11 @@ def refused(function: Any, config: Mapping[str, Any], *args: Any, world_size: in
     [
         ({"tensor": 2}, {}, ["parallelize(topology)", "tensor=2"]),
         ({"expert": 2}, {}, ["expert=2"]),
-        ({"pipeline": 2}, {"parallel": {"module_fqns_per_model_part": [["0", "1"], ["3", "4"]]}}, ["2 in none"]),
+        (
+            {"pipeline": 2},
+            {"parallel": {"module_fqns_per_model_part": [["0", "1"], ["3", "4"]]}},
+            ["2 in none"],
+        ),
         (
             {"pipeline": 2},
             {"parallel": {"module_fqns_per_model_part": [["0", "1"], ["1", "2", "3", "4"]]}},
@@ -406,7 +464,11 @@ def refused(function: Any, config: Mapping[str, Any], *args: Any, world_size: in
             ["unknown=['5']"],
         ),
         ({"shard": 2}, {"parallel": {"module_fqns_per_model_part": [["0"]]}}, ["pipeline > 1"]),
-        ({"pipeline": 2}, {"parallel": {"pipeline_n_microbatches": 8}}, ["pipeline_n_microbatches=8", "batch_size=4"]),
+        (
+            {"pipeline": 2},
+            {"parallel": {"pipeline_n_microbatches": 8}},
+            ["pipeline_n_microbatches=8", "batch_size=4"],
+        ),
         (
             {"pipeline": 2},
             {"parallel": {"pipeline_microbatch_size": 8}},
@@ -444,12 +506,18 @@ def test_bad_settings_are_refused_on_all_ranks(
         (Tied, PIPELINE, ["tied", "0.weight"]),
         (Branched, PIPELINE, ["module_fqns_per_model_part"]),
         (Undivided, {"tensor": 2}, ["divide parameters over tensor"]),
-        (partial(DividedByHand, model={}), {"tensor": 2}, ["`parallelize_model` to divide parameters over tensor"]),
+        (
+            partial(DividedByHand, model={}),
+            {"tensor": 2},
+            ["`parallelize_model` to divide parameters over tensor"],
+        ),
         (Misplaced, FSDP, ["Call super().build_placement()"]),
         (Lost, FSDP, ["train nothing"]),
     ],
 )
-def test_indivisible_models_are_refused(kind: Any, axes: Any, words: list[str], tmp_path: Path) -> None:
+def test_indivisible_models_are_refused(
+    kind: Any, axes: Any, words: list[str], tmp_path: Path
+) -> None:
     for message in refused(construct, settings(tmp_path, axes), kind):
         assert all(word in message for word in words), message
 
@@ -470,7 +538,9 @@ def test_output_unfit_for_a_pipeline_is_refused_on_every_rank(
 
 
 def test_an_error_in_a_stage_reaches_every_rank(tmp_path: Path) -> None:
-    ended = run_outcomes(train_broken, settings(tmp_path, PIPELINE), "stubborn", 4, world_size=2, timeout=40)
+    ended = run_outcomes(
+        train_broken, settings(tmp_path, PIPELINE), "stubborn", 4, world_size=2, timeout=40
+    )
     outcomes = sorted(ended, key=lambda outcome: outcome.rank)
     assert isinstance(outcomes[1].error, RuntimeError), "the user's own error, where it was raised"
     assert isinstance(outcomes[0].error, ValueError)
@@ -480,7 +550,9 @@ def test_an_error_in_a_stage_reaches_every_rank(tmp_path: Path) -> None:
 
 def test_indivisible_sequence_is_refused(tmp_path: Path) -> None:
     messages = refused(odd_lengths, settings(tmp_path, {"context": 2}))
-    assert all("the sequence length to be a multiple of context = 2" in message for message in messages)
+    assert all(
+        "the sequence length to be a multiple of context = 2" in message for message in messages
+    )
 
 
 def odd_lengths(config: Mapping[str, Any]) -> None:
@@ -498,10 +570,14 @@ def save_each(cases: list[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[
     return found
 
 
-def test_inexact_resume_at_other_degrees_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_inexact_resume_at_other_degrees_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The states of a user's own loaders belong to the ranks that saved them; without any a run goes on, whether it draws or not."""
     options = [{}, {"dropout": True}, {"loader": True, "loader_class": StatefulDataLoader}]
-    cases = [(settings(tmp_path / str(place), FSDP), option) for place, option in enumerate(options)]
+    cases = [
+        (settings(tmp_path / str(place), FSDP), option) for place, option in enumerate(options)
+    ]
     plain, drawn, loaded = run_processes(save_each, cases, world_size=2, timeout=60)[0]
 
     def resume(source: str, option: Mapping[str, Any], **more: Any) -> int:
@@ -532,16 +608,24 @@ def finetune(config: Mapping[str, Any], source: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("axes", [FSDP, PIPELINE], ids=str)
-def test_weights_go_from_a_mesh_to_one_process_and_back(axes: dict[str, int], tmp_path: Path) -> None:
+def test_weights_go_from_a_mesh_to_one_process_and_back(
+    axes: dict[str, int], tmp_path: Path
+) -> None:
     export = {"checkpoint": {"last_save_model_only": True}}
-    ranks = run_processes(save_export, settings(tmp_path / "mesh", axes, **export), world_size=2, timeout=60)
+    ranks = run_processes(
+        save_export, settings(tmp_path / "mesh", axes, **export), world_size=2, timeout=60
+    )
     source, weights = ranks[0][0], {name: value for _, own in ranks for name, value in own.items()}
-    (alone,) = run_processes(finetune, settings(tmp_path / "one", None), source, world_size=1, timeout=60)
+    (alone,) = run_processes(
+        finetune, settings(tmp_path / "one", None), source, world_size=1, timeout=60
+    )
     assert alone.keys() == weights.keys()
     assert all(torch.equal(value, weights[name]) for name, value in alone.items())
     plain = tmp_path / "plain.pth"
     torch.save(alone, plain)
-    for back in run_processes(finetune, settings(tmp_path / "back", axes), str(plain), world_size=2, timeout=60):
+    for back in run_processes(
+        finetune, settings(tmp_path / "back", axes), str(plain), world_size=2, timeout=60
+    ):
         assert all(torch.equal(value, weights[name]) for name, value in back.items())
 
 
@@ -571,6 +655,8 @@ def single(config: Mapping[str, Any]) -> float:
 
 def test_autocast_passes_between_stages(tmp_path: Path) -> None:
     one = single(settings(tmp_path / "one", None, precision="bf16"))
-    ranks = run_processes(single, settings(tmp_path / "mesh", PIPELINE, precision="bf16"), world_size=2, timeout=60)
+    ranks = run_processes(
+        single, settings(tmp_path / "mesh", PIPELINE, precision="bf16"), world_size=2, timeout=60
+    )
     assert ranks == pytest.approx([one, one], abs=2e-2)
     assert one == pytest.approx(1.0, abs=0.3)

@@ -37,7 +37,9 @@ class OwnSteps(dl.Runner):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self.model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 7)).double()
+        self.model = nn.Sequential(
+            nn.Embedding(7, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 7)
+        ).double()
         self.criterion = nn.CrossEntropyLoss(ignore_index=0)
         self.datasets = {"train": Sentences(20), "val": Sentences(7)}
         self.gradients: list[dict[str, Tensor]] = []
@@ -69,7 +71,11 @@ class OwnSteps(dl.Runner):
 
     def optimizer_step(self) -> None:
         self.gradients.append(
-            {name: whole(p.grad).clone() for name, p in self.named_parameters() if p.grad is not None}
+            {
+                name: whole(p.grad).clone()
+                for name, p in self.named_parameters()
+                if p.grad is not None
+            }
         )
         super().optimizer_step()
 
@@ -90,7 +96,9 @@ class Extended(OwnSteps):
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         pred, loss = (
-            dl.TorchRunner.train_step(self, data) if self.stack == "ddp" else super(OwnSteps, self).train_step(data)
+            dl.TorchRunner.train_step(self, data)
+            if self.stack == "ddp"
+            else super(OwnSteps, self).train_step(data)
         )
         self.after.append(len(pred))
         self.meters.update({"logit": pred.detach().double().mean()}, weight=float(len(pred)))
@@ -115,7 +123,9 @@ def settings(root: Path, axes: Mapping[str, int], **parallel: Any) -> dict[str, 
         "checkpoint": {"load_only": True},
         "max_grad_norm": 0.5,
     }
-    return config | ({"stack": "parallel", "parallel": {"axes": dict(axes), **parallel}} if axes else {})
+    return config | (
+        {"stack": "parallel", "parallel": {"axes": dict(axes), **parallel}} if axes else {}
+    )
 
 
 def train(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -146,8 +156,12 @@ def test_a_step_of_the_users_own_has_the_gradients_of_one_process(
     kind: str, axes: dict[str, int], schedule: str, size: int, tmp_path: Path
 ) -> None:
     (one,) = run_processes(train, settings(tmp_path / "one", {}), kind, world_size=1, timeout=90)
-    config = settings(tmp_path / "mesh", axes, pipeline_schedule=schedule, pipeline_microbatch_size=size)
-    ranks = run_processes(train, config, kind, world_size=axes["pipeline"] * axes.get("replicate", 1), timeout=90)
+    config = settings(
+        tmp_path / "mesh", axes, pipeline_schedule=schedule, pipeline_microbatch_size=size
+    )
+    ranks = run_processes(
+        train, config, kind, world_size=axes["pipeline"] * axes.get("replicate", 1), timeout=90
+    )
     assert len(one["gradients"]) == 6
     names: set[str] = set()
     for rank in ranks:
@@ -158,8 +172,12 @@ def test_a_step_of_the_users_own_has_the_gradients_of_one_process(
         for epoch, splits in one["results"].items():
             for split, figures in splits.items():
                 for name in {"loss", "logit", "own_loss"} & set(figures):
-                    assert rank["results"][epoch][split][name] == pytest.approx(figures[name], abs=1e-9), (split, name)
-        assert bool(rank["after"]) == rank["last"], "code behind the call of the model runs on the last stage alone"
+                    assert rank["results"][epoch][split][name] == pytest.approx(
+                        figures[name], abs=1e-9
+                    ), (split, name)
+        assert bool(rank["after"]) == rank["last"], (
+            "code behind the call of the model runs on the last stage alone"
+        )
     assert names == one["gradients"][0].keys()
     assert "logit" in one["results"][1]["train"]
     assert kind != "own" or {"own_loss", "spread"} <= one["results"][1]["train"].keys()
@@ -183,7 +201,9 @@ def train_noisy(config: Mapping[str, Any]) -> list[Tensor]:
 
 @pytest.mark.timeout(120)
 def test_the_first_and_the_last_stage_draw_the_same_in_a_step(tmp_path: Path) -> None:
-    config = settings(tmp_path, {"pipeline": 2}, pipeline_schedule="1F1B", pipeline_microbatch_size=2)
+    config = settings(
+        tmp_path, {"pipeline": 2}, pipeline_schedule="1F1B", pipeline_microbatch_size=2
+    )
     first, last = run_processes(train_noisy, config, world_size=2, timeout=90)
     assert len(first) == len(last) == 20 and all(map(torch.equal, first, last))
 
@@ -191,7 +211,9 @@ def test_the_first_and_the_last_stage_draw_the_same_in_a_step(tmp_path: Path) ->
 class Twice(OwnSteps):
     def train_step(self, data: Any) -> Any:
         tokens = data["tokens"]
-        loss = self.criterion((self.model(tokens) + self.model(tokens)).flatten(0, 1), tokens.flatten())
+        loss = self.criterion(
+            (self.model(tokens) + self.model(tokens)).flatten(0, 1), tokens.flatten()
+        )
         self.backward(loss)
 
 
@@ -221,15 +243,25 @@ def train_wrong(config: Mapping[str, Any], kind: type[OwnSteps]) -> None:
     [
         (Twice, "calls self.model once in a pipeline.*Received: 2 calls.*the model's `forward`"),
         (Unsent, r"`self.backward\(loss\)` once in a pipeline. Received: 0 calls"),
-        (Reshaped, "4 samples in dimension 0, as the batch has. Received: shapes \\(24,\\).*`forward`"),
-        (Uncalled, "Expected a step that calls self.model in a pipeline. Received: one that returned without"),
+        (
+            Reshaped,
+            "4 samples in dimension 0, as the batch has. Received: shapes \\(24,\\).*`forward`",
+        ),
+        (
+            Uncalled,
+            "Expected a step that calls self.model in a pipeline. Received: one that returned without",
+        ),
     ],
 )
-def test_step_impossible_in_a_pipeline_is_refused_with_the_rewrite(kind: Any, message: str, tmp_path: Path) -> None:
+def test_step_impossible_in_a_pipeline_is_refused_with_the_rewrite(
+    kind: Any, message: str, tmp_path: Path
+) -> None:
     config = settings(tmp_path, {"pipeline": 2}, pipeline_schedule="1F1B")
     outcomes = run_outcomes(train_wrong, config, kind, world_size=2, timeout=60)
     errors = [str(outcome.error) for outcome in outcomes]
     pattern = re.compile(message)
     assert any(pattern.search(error) for error in errors), errors
     if kind in (Reshaped, Uncalled):
-        assert all(pattern.search(error) for error in errors), "found on the first stage, and told to all"
+        assert all(pattern.search(error) for error in errors), (
+            "found on the first stage, and told to all"
+        )

@@ -16,9 +16,13 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stack", ["ddp", "accelerate", "parallel"])
-def test_several_tasks_without_ranks_are_refused(stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_tasks_without_ranks_are_refused(
+    stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    with pytest.raises(ValueError, match=r"each of the 4 tasks that srun has started.*set WORLD_SIZE=1"):
+    with pytest.raises(
+        ValueError, match=r"each of the 4 tasks that srun has started.*set WORLD_SIZE=1"
+    ):
         Line(settings(tmp_path, steps=1, stack=stack))
     assert not list(tmp_path.iterdir())
 

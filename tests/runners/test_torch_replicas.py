@@ -31,7 +31,12 @@ def _torchft() -> None:
 
 
 def settings(root: Path, **changes: Any) -> dict[str, Any]:
-    ft = {"enabled": True, "group_size": 2, "process_group_timeout_ms": 5000, **changes.pop("ft", {})}
+    ft = {
+        "enabled": True,
+        "group_size": 2,
+        "process_group_timeout_ms": 5000,
+        **changes.pop("ft", {}),
+    }
     return {
         "steps": 8,
         "seed": 3,
@@ -63,7 +68,10 @@ class Toy(dl.Runner):
 @needs_torchft
 def test_a_wrong_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
-    for ft, message in (({"replica_id": 2}, r"ft\.replica_id=2, ft\.group_size=2"), ({}, "TORCHFT_LIGHTHOUSE")):
+    for ft, message in (
+        ({"replica_id": 2}, r"ft\.replica_id=2, ft\.group_size=2"),
+        ({}, "TORCHFT_LIGHTHOUSE"),
+    ):
         with pytest.raises(ValueError, match=message):
             Toy(settings(tmp_path, ft=ft))
     assert not list(tmp_path.rglob("*.yaml"))
@@ -72,8 +80,14 @@ def test_a_wrong_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("changes", "received"),
     [
-        ({"stack": "parallel", "parallel.axes.tensor": 2}, "stack='parallel', parallel.axes.tensor=2"),
-        ({"stack": "parallel", "parallel.axes.pipeline": 2}, "stack='parallel', parallel.axes.pipeline=2"),
+        (
+            {"stack": "parallel", "parallel.axes.tensor": 2},
+            "stack='parallel', parallel.axes.tensor=2",
+        ),
+        (
+            {"stack": "parallel", "parallel.axes.pipeline": 2},
+            "stack='parallel', parallel.axes.pipeline=2",
+        ),
         ({"stack": "deepspeed"}, "stack='deepspeed'"),
     ],
 )
@@ -85,7 +99,9 @@ def test_other_layouts_are_refused(
     assert not caplog.records
 
 
-def test_missing_package_is_named_with_its_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_its_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torchft", None)
     with pytest.raises(ImportError, match="pip install torchft-nightly"):
         Toy(settings(tmp_path))
@@ -126,7 +142,11 @@ def test_failed_commit_changes_nothing(tmp_path: Path) -> None:
         environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address}
         changed = run_processes(train_alone, tmp_path, environment=environment)
     # The scale of micro-batch weights is agreed on in the first window, whatever becomes of it.
-    assert all(line == "/state/train/weight_reference: 2.0 is not None" for lines in changed for line in lines)
+    assert all(
+        line == "/state/train/weight_reference: 2.0 is not None"
+        for lines in changed
+        for line in lines
+    )
 
 
 # One gradient over all groups
@@ -158,7 +178,9 @@ class Uneven(dl.Runner):
         torch.manual_seed(0)
         self.model = Branched().double()
         place = self.config.ft.replica_id * self.world_size + self.rank
-        self.model.uses_extra = place >= 2 and self.config.dataloader.get("global_batch_size") is None
+        self.model.uses_extra = (
+            place >= 2 and self.config.dataloader.get("global_batch_size") is None
+        )
         self.criterion = nn.CrossEntropyLoss(reduction=reduction)
         inputs, targets = torch.randn(48, 5, dtype=torch.float64), torch.randint(3, (48,))
         targets[torch.rand(48) < 0.4] = -100
@@ -183,7 +205,9 @@ def train_uneven(
     root: Path, group: int | None, batches: dict[str, Any], reduction: str, stack: str
 ) -> tuple[dict[str, Tensor], list[float], Any]:
     ft = {"enabled": group is not None, "replica_id": group or 0, "min_replica_size": 2}
-    config = settings(root, steps=6, optim={"type": "sgd", "lr": 0.1}, scheduler={}, ft=ft, dataloader=batches)
+    config = settings(
+        root, steps=6, optim={"type": "sgd", "lr": 0.1}, scheduler={}, ft=ft, dataloader=batches
+    )
     config |= {"stack": stack, "fsdp": {"enabled": stack == "parallel"}}
     with Uneven(config, reduction) as runner:
         runner.train()
@@ -208,12 +232,18 @@ def test_groups_make_one_gradient(
 
     With `global_batch_size` as one process, of whose 13 samples four ranks get 4, 3, 3 and 3.
     """
-    one = run_processes(train_uneven, tmp_path / "one", None, batches, reduction, "ddp", world_size=world_size)
+    one = run_processes(
+        train_uneven, tmp_path / "one", None, batches, reduction, "ddp", world_size=world_size
+    )
     (expected, losses, figures), asked = one[0], (batches, reduction, stack)
     with (
         Lighthouse() as lighthouse,
-        ReplicaGroup(train_uneven, tmp_path / "two", 0, *asked, world_size=2, lighthouse=lighthouse) as first,
-        ReplicaGroup(train_uneven, tmp_path / "two", 1, *asked, world_size=2, lighthouse=lighthouse) as second,
+        ReplicaGroup(
+            train_uneven, tmp_path / "two", 0, *asked, world_size=2, lighthouse=lighthouse
+        ) as first,
+        ReplicaGroup(
+            train_uneven, tmp_path / "two", 1, *asked, world_size=2, lighthouse=lighthouse
+        ) as second,
     ):
         ended = [*first.values(), *second.values()]
     for weights, seen, results in ended:
@@ -231,7 +261,11 @@ def test_groups_make_one_gradient(
 
 def train_until_it_goes_dark(root: Path) -> int:
     config = settings(
-        root, steps=10**6, scheduler={}, checkpoint={"interval": 10**6}, comm={"train_timeout_seconds": 3}
+        root,
+        steps=10**6,
+        scheduler={},
+        checkpoint={"interval": 10**6},
+        comm={"train_timeout_seconds": 3},
     )
     config["ft"]["process_group_timeout_ms"] = 3000
     with TracingRunner(config) as runner:
@@ -252,7 +286,9 @@ def train_until_it_goes_dark(root: Path) -> int:
 def test_losing_the_lighthouse_ends_in_a_checkpoint_and_an_error(tmp_path: Path) -> None:
     with (
         Lighthouse() as lighthouse,
-        ReplicaGroup(train_until_it_goes_dark, tmp_path, world_size=2, lighthouse=lighthouse) as group,
+        ReplicaGroup(
+            train_until_it_goes_dark, tmp_path, world_size=2, lighthouse=lighthouse
+        ) as group,
     ):
         board = tmp_path / "step-0"
         group.wait_until(lambda: board.exists() and int(board.read_text() or 0) >= 3)
@@ -311,7 +347,9 @@ class Patient(TracingRunner):
         return super().train(*args, **kwargs)
 
 
-def train_patiently(root: Path, group: int, wait_for: Path | None, tell: Path | None, **changes: Any) -> dict[str, Any]:
+def train_patiently(
+    root: Path, group: int, wait_for: Path | None, tell: Path | None, **changes: Any
+) -> dict[str, Any]:
     config = settings(root, ft={"replica_id": group}, auto_resume=True, accum_steps=1, **changes)
     with Patient(config, wait_for, tell) as runner:
         runner.train()
@@ -326,10 +364,14 @@ def test_group_arriving_after_the_end_does_not_train_again(tmp_path: Path) -> No
     ready, done = tmp_path / "ready", tmp_path / "done"
     with (
         Lighthouse() as lighthouse,
-        ReplicaGroup(train_patiently, tmp_path, 1, done, ready, world_size=1, lighthouse=lighthouse) as late,
+        ReplicaGroup(
+            train_patiently, tmp_path, 1, done, ready, world_size=1, lighthouse=lighthouse
+        ) as late,
     ):
         late.wait_until(ready.exists)
-        with ReplicaGroup(train_patiently, tmp_path, 0, None, None, world_size=1, lighthouse=lighthouse) as first:
+        with ReplicaGroup(
+            train_patiently, tmp_path, 0, None, None, world_size=1, lighthouse=lighthouse
+        ) as first:
             (ended,) = first.values()
         done.touch()
         (came,) = late.values()
@@ -347,7 +389,10 @@ class Joining(Patient):
 
     def step(self) -> Any:
         outcome = super().step()
-        self.counter = {"updates": self.state.train.global_step, "seen": torch.ones(1) * self.state.train.global_step}
+        self.counter = {
+            "updates": self.state.train.global_step,
+            "seen": torch.ones(1) * self.state.train.global_step,
+        }
         # DistributedDataParallel takes no weight that is frozen after it was wrapped.
         if self.state.train.global_step == 4 and self.world.size == 1:
             self.unwrapped_model[0].weight.requires_grad_(False)
@@ -383,9 +428,20 @@ def train_epochs(root: Path, group: int) -> dict[str, Any]:
         runner.train()
         state = whole_state(runner)
         healed = getattr(runner, "healed_at", None)
-        frozen = [name for name, parameter in runner.named_parameters() if not parameter.requires_grad]
-        kept = {"frozen": frozen, "at": getattr(runner, "frozen_at", None), "counter": runner.counter}
-        found = {"state": state, "results": runner.results, "healed": healed, "step": runner.state.train.global_step}
+        frozen = [
+            name for name, parameter in runner.named_parameters() if not parameter.requires_grad
+        ]
+        kept = {
+            "frozen": frozen,
+            "at": getattr(runner, "frozen_at", None),
+            "counter": runner.counter,
+        }
+        found = {
+            "state": state,
+            "results": runner.results,
+            "healed": healed,
+            "step": runner.state.train.global_step,
+        }
         return {**found, "kept": kept}
 
 

@@ -35,12 +35,20 @@ class Classifier(dl.TorchRunner):
         x, y = points()
         self.model = network()
         self.criterion = nn.CrossEntropyLoss()
-        self.datasets = {"train": TensorDataset(x[:72], y[:72]), "val": TensorDataset(x[72:], y[72:])}
+        self.datasets = {
+            "train": TensorDataset(x[:72], y[:72]),
+            "val": TensorDataset(x[72:], y[72:]),
+        }
         self.metrics = {"acc": dl.metrics.accuracy}
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    base = {"seed": 1, "dataloader": {"batch_size": 8}, "optim": {"type": "adamw", "lr": 1e-2}, "log": False}
+    base = {
+        "seed": 1,
+        "dataloader": {"batch_size": 8},
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "log": False,
+    }
     return {**base, **({} if "steps" in changes else {"epochs": 2}), **changes}
 
 
@@ -58,7 +66,9 @@ def test_equals_a_hand_written_loop_bitwise(accum_steps: int) -> None:
             self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
             self.dataloaders = {"train": batches}
 
-    with Mine({"steps": 50, "seed": 0, "accum_steps": accum_steps, "max_grad_norm": 0.5, "log": False}) as runner:
+    with Mine(
+        {"steps": 50, "seed": 0, "accum_steps": accum_steps, "max_grad_norm": 0.5, "log": False}
+    ) as runner:
         runner.train()
 
     model = network()
@@ -88,7 +98,13 @@ def test_epoch_mode_writes_its_results_to_disk() -> None:
     assert runner.state.train.global_step == 27 and runner.state.train.samples == 216
     assert runner.best_score == min(result["val"]["loss"] for result in results.values())
     names = {path.name for path in (directory / "checkpoints").glob("*.pth")}
-    assert names == {"latest.pth", "best.pth", "ckpt-e000001.pth", "ckpt-e000002.pth", "ckpt-e000003.pth"}
+    assert names == {
+        "latest.pth",
+        "best.pth",
+        "ckpt-e000001.pth",
+        "ckpt-e000002.pth",
+        "ckpt-e000003.pth",
+    }
     assert json.loads((directory / "results.json").read_text())["3"] == results[3]
     assert {p.name for p in (directory / "metadata").iterdir()} >= {
         "config.full.yaml",
@@ -97,12 +113,22 @@ def test_epoch_mode_writes_its_results_to_disk() -> None:
     }
     assert yaml.safe_load((directory / "metadata" / "config.full.yaml").read_text())["epochs"] == 3
     payload = torch.load(directory / "checkpoints" / "latest.pth", weights_only=True)
-    assert set(payload) >= {"format_version", "runner", "state", "model", "optimizer", "scheduler", "dataloaders"}
+    assert set(payload) >= {
+        "format_version",
+        "runner",
+        "state",
+        "model",
+        "optimizer",
+        "scheduler",
+        "dataloaders",
+    }
     assert list(payload["model"]) == list(network().state_dict())
 
 
 def test_step_mode_evaluates_and_saves_at_its_intervals() -> None:
-    with Classifier(settings(steps=20, evaluate_interval=6, **{"checkpoint.interval": 8})) as runner:
+    with Classifier(
+        settings(steps=20, evaluate_interval=6, **{"checkpoint.interval": 8})
+    ) as runner:
         runner.train()
         names = {path.name for path in runner.workspace.checkpoints.glob("ckpt-*.pth")}
     assert list(runner.results) == [6, 12, 18, 20]
@@ -158,7 +184,11 @@ def test_from_checkpoint_and_from_pretrained() -> None:
     with Classifier.from_pretrained(settings(lineage="tuned"), path) as tuned:
         assert tuned.state.train.epoch == 0
         assert all(map(torch.equal, tuned.model.parameters(), first.model.parameters()))
-    for given in (first.model.state_dict(), {"model": first.model.state_dict()}, torch.load(path, weights_only=True)):
+    for given in (
+        first.model.state_dict(),
+        {"model": first.model.state_dict()},
+        torch.load(path, weights_only=True),
+    ):
         with Classifier.from_pretrained(settings(lineage="given"), given) as tuned:
             assert tuned.state.train.epoch == 0
             assert torch.equal(tuned.model[0].weight, first.model[0].weight)
@@ -185,7 +215,11 @@ def test_early_stop_and_best() -> None:
 
     with Worse(settings(epochs=6, patience=2, score_name="score")) as runner:
         runner.train()
-    assert list(runner.results) == [1, 2, 3, 4, 5] and runner.best_index == 3 and runner.best_score == 3.0
+    assert (
+        list(runner.results) == [1, 2, 3, 4, 5]
+        and runner.best_index == 3
+        and runner.best_score == 3.0
+    )
     with Worse(settings(epochs=6, patience=2, score_name="score", auto_resume=True)) as again:
         again.train()
     assert list(again.results) == [1, 2, 3, 4, 5]
@@ -265,7 +299,8 @@ def test_first_save_names_the_expected_space_on_disk(
     lines = [text for text in caplog.messages if "will be kept in" in text]
     assert [" ".join(line.split()[:2]) for line in lines] == said
     assert all(
-        line.startswith(f"{history} checkpoints with ") and "keep_latest_k=3 keeps three" in line for line in lines
+        line.startswith(f"{history} checkpoints with ") and "keep_latest_k=3 keeps three" in line
+        for line in lines
     )
 
 

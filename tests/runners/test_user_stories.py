@@ -44,7 +44,9 @@ def settings(root: Path, **more: Any) -> dict[str, Any]:
 
 
 class Story(dl.TorchRunner):
-    def __init__(self, config: Mapping[str, Any], *, stop_at: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], *, stop_at: int | None = None, **options: Any
+    ) -> None:
         super().__init__(config)
         self.stop_at = stop_at
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -59,7 +61,11 @@ class Story(dl.TorchRunner):
 
 def weights(runner: Any) -> dict[str, Tensor]:
     states = {"": runner.model_state_dict(), "criterion.": runner.criterion.state_dict()}
-    return {f"{part}{name}": value.clone() for part, state in states.items() for name, value in state.items()}
+    return {
+        f"{part}{name}": value.clone()
+        for part, state in states.items()
+        for name, value in state.items()
+    }
 
 
 def train(kind: type[Story], config: Mapping[str, Any], **options: Any) -> dict[str, Tensor]:
@@ -68,7 +74,9 @@ def train(kind: type[Story], config: Mapping[str, Any], **options: Any) -> dict[
         return weights(runner)
 
 
-def equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor], tolerance: float = 0.0) -> bool:
+def equal(
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], tolerance: float = 0.0
+) -> bool:
     return first.keys() == second.keys() and all(
         torch.allclose(value, second[name], rtol=0, atol=tolerance) for name, value in first.items()
     )
@@ -141,7 +149,9 @@ def test_a_window_without_targets_is_left_out_under_fp16_too(tmp_path: Path) -> 
     with Ignoring(settings(tmp_path, steps=3, precision="fp16", dataloader=loader)) as runner:
         runner.train()
         assert runner.reasons == [None, "weightless", None, None]
-        assert runner.precision.scaler is not None and runner.precision.scaler.get_scale() == 2.0**16
+        assert (
+            runner.precision.scaler is not None and runner.precision.scaler.get_scale() == 2.0**16
+        )
 
 
 def test_a_schedule_by_epoch_advances_in_step_mode(tmp_path: Path) -> None:
@@ -278,24 +288,44 @@ def test_the_last_runner_of_a_process_leaves_the_group(tmp_path: Path) -> None:
 
 IDLE: list[tuple[dict[str, Any], list[str]]] = [
     (
-        {"ema": {"decay": 0.9}, "profiling": {"wait": 5, "active": 2}, "max_skipped_updates": 3, "patience": 2},
+        {
+            "ema": {"decay": 0.9},
+            "profiling": {"wait": 5, "active": 2},
+            "max_skipped_updates": 3,
+            "patience": 2,
+        },
         ["patience", "ema.decay", "profiling.wait, profiling.active", "max_skipped_updates"],
     ),
-    ({"patience": 2, "score_name": "acc", "score_mode": "max"}, ["patience, score_name, score_mode"]),
     (
-        {"checkpoint.enable_ft_dataloader_checkpoints": True, "checkpoint.async_mode": "async_with_pinned_mem"},
+        {"patience": 2, "score_name": "acc", "score_mode": "max"},
+        ["patience, score_name, score_mode"],
+    ),
+    (
+        {
+            "checkpoint.enable_ft_dataloader_checkpoints": True,
+            "checkpoint.async_mode": "async_with_pinned_mem",
+        },
         ["checkpoint.enable_ft_dataloader_checkpoints", "checkpoint.async_mode"],
     ),
-    ({"dataloader": {"batch_size": 4, "snapshot_every_n_steps": 7}}, ["dataloader.snapshot_every_n_steps"]),
     (
-        {"stack": "parallel", "parallel.pipeline_n_microbatches": 4, "fsdp.mp_policy.param_dtype": "bfloat16"},
+        {"dataloader": {"batch_size": 4, "snapshot_every_n_steps": 7}},
+        ["dataloader.snapshot_every_n_steps"],
+    ),
+    (
+        {
+            "stack": "parallel",
+            "parallel.pipeline_n_microbatches": 4,
+            "fsdp.mp_policy.param_dtype": "bfloat16",
+        },
         ["parallel.pipeline_n_microbatches", "fsdp.mp_policy.param_dtype"],
     ),
 ]
 
 
 @pytest.mark.parametrize(("idle", "named"), IDLE)
-def test_settings_without_effect_are_named(idle: dict[str, Any], named: list[str], tmp_path: Path, caplog: Any) -> None:
+def test_settings_without_effect_are_named(
+    idle: dict[str, Any], named: list[str], tmp_path: Path, caplog: Any
+) -> None:
     class Unscored(Line):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -309,8 +339,12 @@ def test_settings_without_effect_are_named(idle: dict[str, Any], named: list[str
     assert said.count("has no effect") == len(named)
 
 
-@pytest.mark.parametrize("schedule", [{}, {"type": "cosine"}, {"type": "steplr", "step_size": 2, "gamma": 0.5}])
-def test_a_rate_changed_on_purpose_is_the_one_the_run_goes_on_with(schedule: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "schedule", [{}, {"type": "cosine"}, {"type": "steplr", "step_size": 2, "gamma": 0.5}]
+)
+def test_a_rate_changed_on_purpose_is_the_one_the_run_goes_on_with(
+    schedule: dict[str, Any], tmp_path: Path
+) -> None:
     first = settings(tmp_path / "first", scheduler=schedule)
     with Story(first, stop_at=3) as runner:
         runner.train()
@@ -319,7 +353,12 @@ def test_a_rate_changed_on_purpose_is_the_one_the_run_goes_on_with(schedule: dic
     changed = {"optim": optim, "resume": f"{first['dir']}/checkpoints/latest.pth"}
     with pytest.raises(ValueError, match=r"optim.lr: stored 0.1, now 0.2\n  optim.weight_decay"):
         Story(first | changed | {"dir": str(tmp_path / "refused")})
-    named = {"checkpoint": {"interval": 100, "exclude_from_loading": ["runner.optim.lr", "runner.optim.weight_decay"]}}
+    named = {
+        "checkpoint": {
+            "interval": 100,
+            "exclude_from_loading": ["runner.optim.lr", "runner.optim.weight_decay"],
+        }
+    }
     with Story(first | changed | named | {"dir": str(tmp_path / "second")}) as runner:
         (group,) = runner.optimizer.param_groups
         assert group["lr"] == pytest.approx(2 * before)
@@ -328,7 +367,9 @@ def test_a_rate_changed_on_purpose_is_the_one_the_run_goes_on_with(schedule: dic
         whole = runner.optimizer.param_groups[0]["lr"]
     with Story(first | {"dir": str(tmp_path / "third"), "optim": optim}) as runner:
         runner.train()
-        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(whole), "the schedule goes on from the new rate"
+        assert runner.optimizer.param_groups[0]["lr"] == pytest.approx(whole), (
+            "the schedule goes on from the new rate"
+        )
 
 
 def test_names_of_other_trainers_are_pointed_out(tmp_path: Path, caplog: Any) -> None:
@@ -347,8 +388,12 @@ def test_names_of_other_trainers_are_pointed_out(tmp_path: Path, caplog: Any) ->
     with Moved(settings(tmp_path)):
         pass
     said = "\n".join(caplog.messages)
-    assert "The library does not call the method 'training_step': did you mean `train_step`?" in said
-    assert "The library does not call the method 'evalute_step': did you mean `evaluate_step`?" in said
+    assert (
+        "The library does not call the method 'training_step': did you mean `train_step`?" in said
+    )
+    assert (
+        "The library does not call the method 'evalute_step': did you mean `evaluate_step`?" in said
+    )
     assert "You have set `self.dataset`: did you mean `self.datasets`?" in said
 
 
@@ -377,14 +422,18 @@ def file_of(config: Mapping[str, Any], root: Path) -> str:
     [
         lambda config, root: Made(root),
         lambda config, root: WithModel({"in_features": 3, "out_features": 1}, config),
-        lambda config, root: WithModel({"in_features": 3, "out_features": 1}, dl.RunnerConfig(config)),
+        lambda config, root: WithModel(
+            {"in_features": 3, "out_features": 1}, dl.RunnerConfig(config)
+        ),
         lambda config, root: Line(file_of(config, root)),
         lambda config, root: Line(Namespace(**config)),
         lambda config, root: Line(config=config),
     ],
     ids=["made", "mapping", "RunnerConfig", "file", "namespace", "keyword"],
 )
-def test_the_stack_is_found_wherever_the_configuration_comes_from(build: Any, tmp_path: Path) -> None:
+def test_the_stack_is_found_wherever_the_configuration_comes_from(
+    build: Any, tmp_path: Path
+) -> None:
     with build(toy_settings(tmp_path / "run", epochs=2, stack="parallel"), tmp_path) as runner:
         assert isinstance(runner, dl.ParallelRunner)
         assert runner.topology.axes.world_size == 1
@@ -413,15 +462,21 @@ class OwnConfig(Line):
         assert not self.dir.exists()
 
 
-def test_a_configuration_is_of_its_class_from_a_mapping_and_from_a_checkpoint(tmp_path: Path) -> None:
+def test_a_configuration_is_of_its_class_from_a_mapping_and_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
     run = tmp_path / "run"
     with OwnConfig(toy_settings(run, epochs=2, net={"width": 3})) as runner:
         assert runner.area == 9 and runner.vocabulary == run / "vocabulary"
         runner.train()
     # The difference from the defaults names single settings, those of the class among them.
-    assert yaml.safe_load((run / "metadata" / "config.diff.yaml").read_text())["net"] == {"width": 3}
+    assert yaml.safe_load((run / "metadata" / "config.diff.yaml").read_text())["net"] == {
+        "width": 3
+    }
     checkpoint = run / "checkpoints" / "latest.pth"
-    with OwnConfig.from_checkpoint(checkpoint, {"dir": str(tmp_path / "second"), "epochs": 3}) as runner:
+    with OwnConfig.from_checkpoint(
+        checkpoint, {"dir": str(tmp_path / "second"), "epochs": 3}
+    ) as runner:
         assert runner.area == 9 and runner.epochs == 3
     given = Owned(toy_settings(tmp_path / "third", net={"width": 3}, epochs=4))
     with Line.from_checkpoint(checkpoint, given) as runner:
@@ -431,7 +486,9 @@ def test_a_configuration_is_of_its_class_from_a_mapping_and_from_a_checkpoint(tm
 def test_split_without_an_evaluation_gives_no_score(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="score_split='train', which is trained on"):
         Line(toy_settings(tmp_path, epochs=2, score_split="train"))
-    with Line(toy_settings(tmp_path, epochs=2, score_split="train", evaluate_splits=["train", "val"])) as runner:
+    with Line(
+        toy_settings(tmp_path, epochs=2, score_split="train", evaluate_splits=["train", "val"])
+    ) as runner:
         results = runner.train()
         assert runner.latest_score == results[2]["train"]["loss"]
         inputs, targets = runner.datasets["train"].tensors
@@ -441,7 +498,9 @@ def test_split_without_an_evaluation_gives_no_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(50, 5), (3, 5), (8, 5)])
-def test_budget_of_steps_may_change_during_training(before: int, after: int, tmp_path: Path) -> None:
+def test_budget_of_steps_may_change_during_training(
+    before: int, after: int, tmp_path: Path
+) -> None:
     class Changing(Line):
         def step(self) -> Any:
             if self.state.train.global_step == 2:

@@ -36,9 +36,14 @@ class Toy(dl.Runner):
 
 def settings(root: Path, **more: Any) -> dict[str, Any]:
     base: dict[str, Any] = {"seed": 5, "dataloader": {"batch_size": 3, "drop_last": False}}
-    base |= {"optim": {"type": "adamw", "lr": 1e-2}, "scheduler": {"type": "cosine", "warmup_steps": 2}}
+    base |= {
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "scheduler": {"type": "cosine", "warmup_steps": 2},
+    }
     base |= {"ema": {"enabled": True, "decay": 0.9}, "checkpoint": {"async_enabled": False}}
-    return toy_settings(root / "run", **{**base, **({} if "steps" in more else {"epochs": 3}), **more})
+    return toy_settings(
+        root / "run", **{**base, **({} if "steps" in more else {"epochs": 3}), **more}
+    )
 
 
 def weights(runner: Any) -> list[torch.Tensor]:
@@ -74,7 +79,9 @@ def test_epochs_by_hand_are_those_of_train(interval: str, tmp_path: Path) -> Non
             assert runner.evaluate() == {"val": results[epoch + 1]["val"]}
             runner.save_checkpoint()
         assert equal(whole, runner) and runner.train_state == whole.train_state
-        assert runner.results == {epoch: {"train": figures["train"]} for epoch, figures in results.items()}
+        assert runner.results == {
+            epoch: {"train": figures["train"]} for epoch, figures in results.items()
+        }
         rates = [each.optimizer.param_groups[0]["lr"] for each in (whole, runner)]
         assert rates[0] == rates[1]
 
@@ -104,7 +111,10 @@ def test_passes_by_hand_in_step_mode(tmp_path: Path) -> None:
     with Toy(settings(tmp_path / "b", steps=14)) as runner:
         runner.train_epoch()
         runner.train_epoch()
-        assert equal(whole, runner) and runner.train_state.global_step == whole.train_state.global_step == 14
+        assert (
+            equal(whole, runner)
+            and runner.train_state.global_step == whole.train_state.global_step == 14
+        )
         assert runner.train_state.epoch == 2
 
 
@@ -126,14 +136,18 @@ def test_result_of_an_overridden_train_epoch_is_kept(tmp_path: Path) -> None:
     trained = done(Toy, settings(tmp_path / "trained", dropout=0.0), lambda runner: runner.train())
     with OwnEpoch(settings(tmp_path, dropout=0.0)) as runner:
         results = runner.train()
-        assert [result["train"] for result in results.values()] == [{"loss": 0.25, "speed": 7.0}] * 3
+        assert [result["train"] for result in results.values()] == [
+            {"loss": 0.25, "speed": 7.0}
+        ] * 3
         assert runner.train_state.global_step == 21 and equal(trained, runner)
     with OwnEpoch(settings(tmp_path / "b", epochs=1)) as runner:
         runner.figures = None
         assert runner.train()[1]["train"] == {}
     with OwnEpoch(settings(tmp_path / "c", epochs=1)) as runner:
         runner.figures = 0.25
-        with pytest.raises(ValueError, match=r"Expected `train_epoch` to return metrics by name\. Received: 0\.25"):
+        with pytest.raises(
+            ValueError, match=r"Expected `train_epoch` to return metrics by name\. Received: 0\.25"
+        ):
             runner.train()
 
 
@@ -154,7 +168,10 @@ def test_updates_by_hand_are_those_of_the_loop(accum_steps: int, tmp_path: Path)
     whole = done(Toy, settings(tmp_path / "a", **config), lambda runner: runner.train_epoch())
     with Toy(settings(tmp_path / "b", **config)) as runner:
         outcomes = by_hand(runner, accum_steps)
-        assert all(outcome.committed for outcome in outcomes) and sum(outcome.samples for outcome in outcomes) == 20
+        assert (
+            all(outcome.committed for outcome in outcomes)
+            and sum(outcome.samples for outcome in outcomes) == 20
+        )
         assert equal(whole, runner)
         for name in ("global_step", "micro_step", "samples"):
             assert getattr(whole.train_state, name) == getattr(runner.train_state, name)
@@ -172,17 +189,28 @@ class OwnStep(Toy):
 
 def update_by_hand(config: dict[str, Any]) -> bool:
     loop = done(OwnStep, {**config, "dir": config["dir"] + "/loop"}, lambda runner: runner.train())
-    plain = done(Toy, {**config, "dir": config["dir"] + "/plain"}, lambda runner: runner.train_epoch())
+    plain = done(
+        Toy, {**config, "dir": config["dir"] + "/plain"}, lambda runner: runner.train_epoch()
+    )
     by_verbs = done(OwnStep, {**config, "dir": config["dir"] + "/hand"}, by_hand)
-    return loop.results[1]["train"]["of_rank_0"] == 2.0 and equal(loop, plain) and equal(plain, by_verbs)
+    return (
+        loop.results[1]["train"]["of_rank_0"] == 2.0
+        and equal(loop, plain)
+        and equal(plain, by_verbs)
+    )
 
 
 def test_steps_of_the_users_by_hand_on_two_ranks(tmp_path: Path) -> None:
-    assert run_processes(update_by_hand, settings(tmp_path, epochs=1, dropout=0.0), world_size=2) == [True, True]
+    assert run_processes(
+        update_by_hand, settings(tmp_path, epochs=1, dropout=0.0), world_size=2
+    ) == [True, True]
 
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "backward": (lambda runner: runner.backward(torch.zeros((), requires_grad=True)), "`train_step(batch)` first"),
+    "backward": (
+        lambda runner: runner.backward(torch.zeros((), requires_grad=True)),
+        "`train_step(batch)` first",
+    ),
     "step": (lambda runner: runner.step(), "`train_step(batch)` first"),
     "train_steps": (lambda runner: runner.train_steps(), "Call `train()` or `train_epochs()`"),
     "train_epochs": (lambda runner: runner.train_epochs(), "`train()` or `train_steps"),
@@ -230,8 +258,14 @@ def test_a_batch_is_evaluated_and_predicted_as_in_a_whole_evaluation(tmp_path: P
         prediction = runner.infer_step(batch)
         assert not pred.requires_grad and not loss.requires_grad and not prediction.requires_grad
         assert float(loss) == runner.evaluate("val")["val"]["loss"]
-        assert torch.equal(torch.stack(runner.infer("val")), prediction) and torch.equal(pred, prediction)
-        assert runner.model.training and runner.mode == "train" and torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(torch.stack(runner.infer("val")), prediction) and torch.equal(
+            pred, prediction
+        )
+        assert (
+            runner.model.training
+            and runner.mode == "train"
+            and torch.equal(torch.get_rng_state(), state)
+        )
 
 
 class OwnEvaluation(Toy):
@@ -263,16 +297,22 @@ def test_data_added_after_construction_is_trained_on_and_evaluated(tmp_path: Pat
 STATE = ["state.train", "state.rng", "scheduler.last_epoch", "ema.weights", "ema.num_updates"]
 
 
-@pytest.mark.parametrize("entry", [*STATE, "optimizer.state", "optimizer.param_groups", "dataloaders.train"])
+@pytest.mark.parametrize(
+    "entry", [*STATE, "optimizer.state", "optimizer.param_groups", "dataloaders.train"]
+)
 def test_every_path_of_a_checkpoint_can_be_left_out(entry: str, tmp_path: Path) -> None:
     done(Toy, settings(tmp_path / "first", epochs=1), lambda runner: runner.train())
     source = str(tmp_path / "first" / "run" / "checkpoints" / "latest.pth")
-    again = settings(tmp_path / "second", epochs=2, resume=source, checkpoint={"exclude_from_loading": [entry]})
+    again = settings(
+        tmp_path / "second", epochs=2, resume=source, checkpoint={"exclude_from_loading": [entry]}
+    )
     with Toy(again) as runner:
         moments, train = runner.optimizer.state, runner.train_state
         assert bool(moments) == (entry != "optimizer.state")
         assert (train.global_step, train.epoch) == ((0, 0) if entry == "state.train" else (7, 1))
-        equal_now = all(torch.equal(runner.ema.weights[n], w) for n, w in runner.model_state_dict().items())
+        equal_now = all(
+            torch.equal(runner.ema.weights[n], w) for n, w in runner.model_state_dict().items()
+        )
         assert equal_now == (entry == "ema.weights")
         assert runner.ema.num_updates == (0 if entry == "ema.num_updates" else 7)
         assert runner.sources["train"].epoch == (0 if entry == "dataloaders.train" else 1)

@@ -32,7 +32,9 @@ class SignalledInLastSave(TracingRunner):
         super().save_checkpoint(**options)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)]
+)
 def test_a_signal_in_the_last_save_ends_the_run_all_the_same(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
@@ -61,12 +63,17 @@ def test_a_figure_of_any_numeric_kind_is_a_float(number: Any) -> None:
         runner.meters.update({"metered": number})
         assert runner.meters.state_dict() == {"metered": [1.5, 1.0]}
         runner.train()
-        assert type(runner.results[1]["val"]["mine"]) is float and runner.results[1]["train"]["metered"] == 1.5
+        assert (
+            type(runner.results[1]["val"]["mine"]) is float
+            and runner.results[1]["train"]["metered"] == 1.5
+        )
     with Adding({**CONFIG, "auto_resume": True}) as again:
         assert again.results[2]["val"]["mine"] == 1.5
 
 
-@pytest.mark.parametrize("odd", [None, "1.5", {"a": 1.0}, torch.ones(2), np.ones(2), torch.tensor(1j)], ids=repr)
+@pytest.mark.parametrize(
+    "odd", [None, "1.5", {"a": 1.0}, torch.ones(2), np.ones(2), torch.tensor(1j)], ids=repr
+)
 def test_figure_other_than_a_number_is_named(odd: Any) -> None:
     with Adding(CONFIG) as runner:
         runner.figure = odd
@@ -104,11 +111,18 @@ def test_a_meter_cannot_change_the_loss() -> None:
 
 
 def test_each_of_two_open_runners_has_a_log_of_its_own() -> None:
-    with TracingRunner({**CONFIG, "dir": "first"}) as first, TracingRunner({**CONFIG, "dir": "second"}) as second:
+    with (
+        TracingRunner({**CONFIG, "dir": "first"}) as first,
+        TracingRunner({**CONFIG, "dir": "second"}) as second,
+    ):
         first.train()
         second.train()
         texts = [runner.workspace.log_file.read_text() for runner in (first, second)]
-    assert [text.count("Training from") for text in texts] == [text.count("Finished") for text in texts] == [1, 1]
+    assert (
+        [text.count("Training from") for text in texts]
+        == [text.count("Finished") for text in texts]
+        == [1, 1]
+    )
 
 
 class Notes:
@@ -138,7 +152,9 @@ def test_a_tracker_of_ones_own_gets_every_figure_in_every_training() -> None:
         first = len(notes.lines)
         runner.config.epochs = 3
         runner.train()
-        assert len(notes.lines) > first and "close" not in notes.calls and notes.calls[-1] == "flush"
+        assert (
+            len(notes.lines) > first and "close" not in notes.calls and notes.calls[-1] == "flush"
+        )
     written = read_jsonl("run/metrics.jsonl")
     assert [(line.pop("step"), line.pop("time") and line) for line in written] == notes.lines
     assert notes.calls.count("close") == 1 and notes.calls[-1] == "close"
@@ -153,7 +169,10 @@ class Failing(Line):
 
 def test_a_tracker_is_flushed_and_closed_after_a_failure() -> None:
     notes = Notes()
-    with pytest.raises(RuntimeError, match="no further"), Failing({**CONFIG, "log_interval": 1}) as runner:
+    with (
+        pytest.raises(RuntimeError, match="no further"),
+        Failing({**CONFIG, "log_interval": 1}) as runner,
+    ):
         runner.add_tracker(notes)
         runner.train()
     assert len(notes.lines) == 2 and notes.calls[-2:] == ["flush", "close"]
@@ -179,7 +198,9 @@ def trackers_of_ranks(config: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 def test_main_process_alone_uses_trackers_and_all_close_their_own() -> None:
-    (made, calls), (other_made, other_calls) = run_processes(trackers_of_ranks, CONFIG, world_size=2)
+    (made, calls), (other_made, other_calls) = run_processes(
+        trackers_of_ranks, CONFIG, world_size=2
+    )
     assert made == 1 and "log" in calls and calls[-1] == "close"
     assert other_made == 0 and other_calls == ["close"]
 
@@ -235,7 +256,12 @@ class Diverged(Line):
 
 
 def test_skipped_updates_are_steps_for_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = {"heartbeat": {"enabled": True}, "gc": {"interval": 1}, "epochs": 1, "skip_nonfinite_grad": True}
+    watched = {
+        "heartbeat": {"enabled": True},
+        "gc": {"interval": 1},
+        "epochs": 1,
+        "skip_nonfinite_grad": True,
+    }
     seen: list[str] = []
     monkeypatch.setattr(Heartbeat, "beat", lambda *_: seen.append("beat"))
     monkeypatch.setattr(GcPacer, "update_ended", lambda *_: seen.append("collect"))

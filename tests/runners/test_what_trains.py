@@ -47,7 +47,9 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
 def test_model_set_after_construction_is_refused(tmp_path: Path) -> None:
     with Trained(settings(tmp_path, steps=3)) as runner:
         runner.model = Net()
-        with pytest.raises(ValueError, match="would train nothing of it .body.weight, .* after construction"):
+        with pytest.raises(
+            ValueError, match="would train nothing of it .body.weight, .* after construction"
+        ):
             runner.train()
         assert runner.state.train.global_step == 0
         # With an optimizer of its own it can be trained.
@@ -71,7 +73,9 @@ class Foreign(Trained):
         self.optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
 
 
-def test_an_optimizer_of_another_model_is_refused_before_a_verb_can_be_called(tmp_path: Path) -> None:
+def test_an_optimizer_of_another_model_is_refused_before_a_verb_can_be_called(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ValueError, match="a SGD over 4 others, which would train nothing of it"):
         Foreign(settings(tmp_path, steps=3, optim={}))
 
@@ -83,7 +87,9 @@ class Replaced(Trained):
         self.model.head = nn.Linear(4, 1)
 
 
-def test_parameters_without_an_optimizer_and_others_are_named_once(tmp_path: Path, said: Any) -> None:
+def test_parameters_without_an_optimizer_and_others_are_named_once(
+    tmp_path: Path, said: Any
+) -> None:
     with Replaced(settings(tmp_path, steps=3, optim={})) as runner:
         runner.train()
         runner.config.steps = 5
@@ -98,7 +104,9 @@ class Spare(Trained):
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
-def test_a_parameter_without_a_gradient_is_named_once(accum_steps: int, tmp_path: Path, said: Any) -> None:
+def test_a_parameter_without_a_gradient_is_named_once(
+    accum_steps: int, tmp_path: Path, said: Any
+) -> None:
     with Spare(settings(tmp_path, steps=3, accum_steps=accum_steps)) as runner:
         runner.train()
     messages = said("Expected a gradient for every parameter")
@@ -107,7 +115,10 @@ def test_a_parameter_without_a_gradient_is_named_once(accum_steps: int, tmp_path
 
 
 def test_right_program_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="danling"), Trained(settings(tmp_path, steps=3)) as runner:
+    with (
+        caplog.at_level(logging.WARNING, logger="danling"),
+        Trained(settings(tmp_path, steps=3)) as runner,
+    ):
         runner.train()
     assert not [r.message for r in caplog.records if "Expected" in r.message]
 
@@ -121,7 +132,9 @@ def heard() -> list[str]:
     return messages
 
 
-def trained_on(root: str, stack: dict[str, Any], replace: bool, spare: bool) -> tuple[list[str], str]:
+def trained_on(
+    root: str, stack: dict[str, Any], replace: bool, spare: bool
+) -> tuple[list[str], str]:
     messages = heard()
     with (Spare if spare else Trained)(settings(root, steps=3, **stack)) as runner:
         if replace:
@@ -138,7 +151,9 @@ SHARDED = {"stack": "parallel", "parallel.axes.shard": 2}
 
 
 @pytest.mark.parametrize("stack", [{}, SHARDED], ids=["ddp", "fsdp"])
-def test_parameters_without_a_gradient_are_named_on_several_processes(stack: dict[str, Any], tmp_path: Path) -> None:
+def test_parameters_without_a_gradient_are_named_on_several_processes(
+    stack: dict[str, Any], tmp_path: Path
+) -> None:
     ranks = run_processes(trained_on, str(tmp_path), stack, False, True, world_size=2)
     named = [[m for m in messages if "Expected a gradient" in m] for messages, _ in ranks]
     assert [len(found) for found in named] == [1, 0]

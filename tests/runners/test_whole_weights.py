@@ -21,7 +21,10 @@ def looked_at(root: str, stack: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
 
         def copies() -> dict[str, Tensor]:
             with runner.whole_weights():
-                return {name: p.detach().clone() for name, p in runner.unwrapped_model.named_parameters()}
+                return {
+                    name: p.detach().clone()
+                    for name, p in runner.unwrapped_model.named_parameters()
+                }
 
         before = copies()
         with runner.whole_weights(modify=True), torch.no_grad():
@@ -35,8 +38,16 @@ def looked_at(root: str, stack: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
 STACKS = [
     pytest.param({}, id="ddp"),
     pytest.param({"stack": "parallel", "parallel.axes.shard": 2}, id="fsdp"),
-    pytest.param({"stack": "deepspeed", "deepspeed.zero_optimization.stage": 1}, id="zero1", marks=needs_deepspeed),
-    pytest.param({"stack": "deepspeed", "deepspeed.zero_optimization.stage": 3}, id="zero3", marks=needs_deepspeed),
+    pytest.param(
+        {"stack": "deepspeed", "deepspeed.zero_optimization.stage": 1},
+        id="zero1",
+        marks=needs_deepspeed,
+    ),
+    pytest.param(
+        {"stack": "deepspeed", "deepspeed.zero_optimization.stage": 3},
+        id="zero3",
+        marks=needs_deepspeed,
+    ),
 ]
 
 
@@ -60,7 +71,10 @@ class Tied(dl.Runner):
 
 
 def pretrained(root: str, stack: dict[str, Any], file: str) -> tuple[list[str], list[float], bool]:
-    with Tied({"dir": f"{root}/run", "pretrained": file, "optim": {"type": "sgd", "lr": 0.1}, **stack}, 0.0) as runner:
+    with Tied(
+        {"dir": f"{root}/run", "pretrained": file, "optim": {"type": "sgd", "lr": 0.1}, **stack},
+        0.0,
+    ) as runner:
         with runner.whole_weights():
             weights = dict(runner.unwrapped_model.named_parameters())
             values = [float(weight.detach().mean()) for weight in weights.values()]
@@ -69,9 +83,13 @@ def pretrained(root: str, stack: dict[str, Any], file: str) -> tuple[list[str], 
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_tied_weight_under_one_of_its_names_is_loaded(stack: dict[str, Any], tmp_path: Path) -> None:
+def test_tied_weight_under_one_of_its_names_is_loaded(
+    stack: dict[str, Any], tmp_path: Path
+) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     file = tmp_path / "one_name.safetensors"
     safetensors.save_file({"0.weight": torch.full((8, 6), 3.0)}, file)
-    for names, values, is_tied in run_processes(pretrained, str(tmp_path), stack, str(file), world_size=2):
+    for names, values, is_tied in run_processes(
+        pretrained, str(tmp_path), stack, str(file), world_size=2
+    ):
         assert names == ["0.weight", "1.weight"] and values == [3.0] and is_tied

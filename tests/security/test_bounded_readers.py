@@ -76,7 +76,11 @@ def test_lock_of_another_kind_is_refused(kind: str, lock: str, tmp_path: Path) -
 def test_lock_of_the_library_is_taken(tmp_path: Path) -> None:
     lock = FileLock(tmp_path / "lock")
     assert lock.acquire()
-    with exclusive(tmp_path / "other"), (tmp_path / "other").open() as file, pytest.raises(BlockingIOError):
+    with (
+        exclusive(tmp_path / "other"),
+        (tmp_path / "other").open() as file,
+        pytest.raises(BlockingIOError),
+    ):
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     lock.release()
 
@@ -105,7 +109,9 @@ def test_plot_of_too_many_metrics_asks_for_names(tmp_path: Path) -> None:
     line = ", ".join(f'"train/m{number}": 1.0' for number in range(100_000))
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, {line}}}\n')
     run = Run(tmp_path, "a")
-    with pytest.raises(ValueError, match="at most 100 metrics to draw. Received: 100000. Name some"):
+    with pytest.raises(
+        ValueError, match="at most 100 metrics to draw. Received: 100000. Name some"
+    ):
         group([run])
     assert list(group([run], ["m7"])) == ["m7"]
     with pytest.raises(ValueError, match="and 99980 more. Received: 'nothing'") as refused:

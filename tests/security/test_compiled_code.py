@@ -28,7 +28,8 @@ ANOTHER = 65534
 NO_NAMESPACES = 77
 
 needs_root = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="another user needs root and setpriv"
+    os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="another user needs root and setpriv",
 )
 USERS = [pytest.param(None, id="own"), pytest.param(ANOTHER, id="another", marks=needs_root)]
 
@@ -62,7 +63,9 @@ def made(root: Path, **compile: Any) -> Small:
 
 def act(user: int | None, script: str, **places: Path) -> subprocess.CompletedProcess[str]:
     """Run a script of the shell as a user."""
-    as_user = [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    as_user = (
+        [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    )
     environment = {**os.environ, **{name: str(place) for name, place in places.items()}}
     command = [*as_user, "sh", "-c", f"umask 0; {script}"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -71,7 +74,12 @@ def act(user: int | None, script: str, **places: Path) -> subprocess.CompletedPr
 def visible(folder: str | None) -> set[str]:
     """Return the names of the files that torch's compiler finds in its folder, which follows links."""
     assert folder is not None
-    return {name for _, _, names in os.walk(folder, followlinks=True) for name in names if not name.endswith(".lock")}
+    return {
+        name
+        for _, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if not name.endswith(".lock")
+    }
 
 
 def start(root: Path, *, compiles: str = "", **compile: Any) -> set[str]:
@@ -114,12 +122,16 @@ PLANTS = {
 
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("plant", PLANTS)
-def test_planted_code_is_not_found_and_nothing_hangs(root: Path, canary: Path, plant: str, user: int | None) -> None:
+def test_planted_code_is_not_found_and_nothing_hangs(
+    root: Path, canary: Path, plant: str, user: int | None
+) -> None:
     name = code_name(root)
     shutil.rmtree(root / "run" / "compiled", ignore_errors=True)
     neighbour = root / "neighbour"
     neighbour.write_text("another run")
-    done = act(user, PLANTS[plant], run=root / "run", code=root / "run" / "compiled" / name, canary=canary)
+    done = act(
+        user, PLANTS[plant], run=root / "run", code=root / "run" / "compiled" / name, canary=canary
+    )
     assert done.returncode == 0, done.stderr
     assert start(root, compiles="mine.so") == set()
     assert start(root) <= {"mine.so"}
@@ -130,8 +142,18 @@ def test_planted_code_is_not_found_and_nothing_hangs(root: Path, canary: Path, p
 def test_lock_of_another_process_does_not_hang_the_start(root: Path, user: int | None) -> None:
     code = root / "run" / "compiled" / code_name(root)
     act(user, 'mkdir -p "$code" && touch "$code.lock"', code=code)
-    as_user = [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
-    command = [*as_user, "flock", "--no-fork", f"{code}.lock", "sh", "-c", "echo locked; exec sleep 90"]
+    as_user = (
+        [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    )
+    command = [
+        *as_user,
+        "flock",
+        "--no-fork",
+        f"{code}.lock",
+        "sh",
+        "-c",
+        "echo locked; exec sleep 90",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
@@ -171,7 +193,9 @@ def test_the_code_of_a_run_of_another_user_is_compiled_again(
     monkeypatch.setenv("XDG_CACHE_HOME", str(root / "me"))
     caplog.clear()
     assert start(root, compiles="mine.so") == set()
-    warnings = [record.getMessage() for record in caplog.records if "compiled code" in record.getMessage()]
+    warnings = [
+        record.getMessage() for record in caplog.records if "compiled code" in record.getMessage()
+    ]
     assert len(warnings) == 1 and "not as" in warnings[0]
     assert start(root) == {"mine.so"}
 
@@ -192,7 +216,11 @@ def test_shared_code_writable_for_another_user_is_not_used(
     caplog.clear()
     assert start(root, compiles="mine.so", precompile_artifact_dir=str(shared)) == set()
     assert file.read_bytes() == content
-    assert [record for record in caplog.records if "another user's, or others can write to it" in record.getMessage()]
+    assert [
+        record
+        for record in caplog.records
+        if "another user's, or others can write to it" in record.getMessage()
+    ]
 
 
 @needs_root

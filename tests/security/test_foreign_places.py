@@ -42,7 +42,9 @@ PLACEMENTS: dict[str, Placement] = {
 @pytest.mark.parametrize("kind", PLACEMENTS)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "digests.jsonl"])
 @pytest.mark.timeout(60)
-def test_resume_opens_no_foreign_staged_file(tmp_path: Path, canary: Path, kind: str, name: str) -> None:
+def test_resume_opens_no_foreign_staged_file(
+    tmp_path: Path, canary: Path, kind: str, name: str
+) -> None:
     file = tmp_path / name
     file.write_text('{"step": 1}\n{"step": 2}\n')
     PLACEMENTS[kind](tmp_path / f".{name}.tmp", canary / "file.txt")
@@ -53,7 +55,9 @@ def test_resume_opens_no_foreign_staged_file(tmp_path: Path, canary: Path, kind:
 
 
 @pytest.mark.parametrize("kind", PLACEMENTS)
-def test_a_resumed_run_leaves_the_goals_of_links_alone(tmp_path: Path, canary: Path, kind: str) -> None:
+def test_a_resumed_run_leaves_the_goals_of_links_alone(
+    tmp_path: Path, canary: Path, kind: str
+) -> None:
     settings = toy_settings(tmp_path / "run", auto_resume=True)
     with Small({**settings, "steps": 2}) as runner:
         runner.train()
@@ -77,7 +81,11 @@ def test_small_file_replaces_anything_in_its_place(tmp_path: Path, canary: Path,
     PLACEMENTS[kind](path, canary / "file.txt")
     before = look_at(canary)
     write_atomically(path, "{}")
-    assert path.read_text() == "{}" and not path.is_symlink() and look_at(canary).keys() == before.keys()
+    assert (
+        path.read_text() == "{}"
+        and not path.is_symlink()
+        and look_at(canary).keys() == before.keys()
+    )
     assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -121,9 +129,14 @@ def _ends(function: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "another writes", "another has written"])
-def test_run_without_its_lock_does_not_write_into_another_run(tmp_path: Path, meanwhile: str) -> None:
+def test_run_without_its_lock_does_not_write_into_another_run(
+    tmp_path: Path, meanwhile: str
+) -> None:
     config = toy_settings(
-        tmp_path / "run", auto_resume=True, steps=4, checkpoint={"interval": 1, "async_enabled": False}
+        tmp_path / "run",
+        auto_resume=True,
+        steps=4,
+        checkpoint={"interval": 1, "async_enabled": False},
     )
 
     def train() -> None:
@@ -142,7 +155,9 @@ def test_run_without_its_lock_does_not_write_into_another_run(tmp_path: Path, me
             assert (runner.dir / ".lock").exists()
         else:
             received = (
-                "has taken since .lock there was removed" if meanwhile == "another writes" else "may have started"
+                "has taken since .lock there was removed"
+                if meanwhile == "another writes"
+                else "may have started"
             )
             with pytest.raises(Exception, match=received):
                 runner.train()
@@ -170,9 +185,12 @@ class Exchanges(Small):
 
 
 @pytest.mark.parametrize(
-    ("backend", "place"), [("file", "checkpoints"), ("dcp", "checkpoints"), ("dcp", "checkpoints/targets")]
+    ("backend", "place"),
+    [("file", "checkpoints"), ("dcp", "checkpoints"), ("dcp", "checkpoints/targets")],
 )
-def test_retention_removes_nothing_in_a_replaced_directory(tmp_path: Path, backend: str, place: str) -> None:
+def test_retention_removes_nothing_in_a_replaced_directory(
+    tmp_path: Path, backend: str, place: str
+) -> None:
     def config(name: str, steps: int, keep: int) -> dict[str, Any]:
         policy = {"backend": backend, "interval": 1, "keep_latest_k": keep, "async_enabled": False}
         return toy_settings(tmp_path / name, steps=steps, auto_resume=True, checkpoint=policy)
@@ -216,17 +234,24 @@ def test_the_directories_of_saves_stay_open_until_the_store_is_gone(
 
 
 @pytest.mark.parametrize("name", ["writing", "objects"])
-def test_store_refuses_links_at_writes_and_removals(tmp_path: Path, canary: Path, name: str) -> None:
+def test_store_refuses_links_at_writes_and_removals(
+    tmp_path: Path, canary: Path, name: str
+) -> None:
     store = DirectoryStore(tmp_path / "store")
     store.put("a", {"x": torch.ones(2)})
     shutil.rmtree(store.path / name)
     (store.path / name).symlink_to(canary)
-    for use in (lambda: DirectoryStore(store.path), lambda: DirectoryStore(store.path).put("b", {"x": torch.ones(2)})):
+    for use in (
+        lambda: DirectoryStore(store.path),
+        lambda: DirectoryStore(store.path).put("b", {"x": torch.ones(2)}),
+    ):
         with pytest.raises(ValueError, match="Expected no link at"):
             use()
 
 
-def test_store_with_a_folder_replaced_by_a_link_removes_nothing_there(tmp_path: Path, canary: Path) -> None:
+def test_store_with_a_folder_replaced_by_a_link_removes_nothing_there(
+    tmp_path: Path, canary: Path
+) -> None:
     store = DirectoryStore(tmp_path)
     (tmp_path / "writing").rmdir()
     (tmp_path / "writing").symlink_to(canary)
@@ -236,7 +261,9 @@ def test_store_with_a_folder_replaced_by_a_link_removes_nothing_there(tmp_path: 
 
 @pytest.mark.parametrize("kind", [*PLACEMENTS, "device", "huge", "directory"])
 @pytest.mark.timeout(60)
-def test_foreign_file_in_place_of_the_count_of_a_store_is_not_opened(tmp_path: Path, canary: Path, kind: str) -> None:
+def test_foreign_file_in_place_of_the_count_of_a_store_is_not_opened(
+    tmp_path: Path, canary: Path, kind: str
+) -> None:
     store = DirectoryStore(tmp_path)
     store.put("a", {"x": torch.ones(2)})
     (tmp_path / "usage.json").unlink()
@@ -253,7 +280,9 @@ def test_foreign_file_in_place_of_the_count_of_a_store_is_not_opened(tmp_path: P
 
 @pytest.mark.parametrize("name", ["log.jsonl", "lock", "committed.lock"])
 @pytest.mark.parametrize("kind", ["link", "dangling link"])
-def test_a_stream_writes_through_no_link(tmp_path: Path, canary: Path, kind: str, name: str) -> None:
+def test_a_stream_writes_through_no_link(
+    tmp_path: Path, canary: Path, kind: str, name: str
+) -> None:
     PLACEMENTS[kind](tmp_path / name, canary / "file.txt")
     with pytest.raises((OSError, ValueError)):
         channel = FileChannel(tmp_path)
@@ -265,7 +294,9 @@ def test_a_stream_writes_through_no_link(tmp_path: Path, canary: Path, kind: str
 @pytest.mark.parametrize("suffix", ["", "-journal", "-wal", "-shm"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.timeout(60)
-def test_database_opens_no_foreign_pipe_or_link(tmp_path: Path, canary: Path, kind: str, suffix: str) -> None:
+def test_database_opens_no_foreign_pipe_or_link(
+    tmp_path: Path, canary: Path, kind: str, suffix: str
+) -> None:
     SQLiteChannel(tmp_path / "log.sqlite").close()
     (tmp_path / f"log.sqlite{suffix}").unlink(missing_ok=True)
     PLACEMENTS[kind](tmp_path / f"log.sqlite{suffix}", canary / "file.txt")
@@ -293,8 +324,12 @@ def test_sqlite_opens_no_database_with_another_name(tmp_path: Path) -> None:
     assert (tmp_path / "outside").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["metadata", "logs", "tensorboard", "profiles", "heartbeats", "hangs"])
-def test_resumed_run_writes_into_no_linked_directory(tmp_path: Path, canary: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["metadata", "logs", "tensorboard", "profiles", "heartbeats", "hangs"]
+)
+def test_resumed_run_writes_into_no_linked_directory(
+    tmp_path: Path, canary: Path, name: str
+) -> None:
     settings = toy_settings(tmp_path / "run", auto_resume=True)
     with Small({**settings, "steps": 2}) as runner:
         runner.train()

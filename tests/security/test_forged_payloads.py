@@ -71,7 +71,11 @@ class Keeper(Small):
         self.array, self.tensor, self.raw = numpy.zeros(3), torch.zeros(3), b"begun"
         self.generator, self.own_random = torch.Generator(), random.Random(1)
         self.helper, self.sums = Helper(), Sums()
-        self.out_dir, self.api_token, self.nested = "own", "own", {"deep": {"token": "own", "cache.path": "own"}}
+        self.out_dir, self.api_token, self.nested = (
+            "own",
+            "own",
+            {"deep": {"token": "own", "cache.path": "own"}},
+        )
         self.data_dir = "own"
         self.root, self.credentials = Path("own"), ["own"]
 
@@ -99,7 +103,12 @@ class Keeper(Small):
 
 
 def config(root: Path, backend: str, **more: Any) -> dict[str, Any]:
-    policy = {"interval": 2, "async_mode": "disabled", "backend": backend, **more.pop("checkpoint", {})}
+    policy = {
+        "interval": 2,
+        "async_mode": "disabled",
+        "backend": backend,
+        **more.pop("checkpoint", {}),
+    }
     return settings(root / "run", **{"steps": 4, "auto_resume": True, "checkpoint": policy, **more})
 
 
@@ -110,7 +119,9 @@ def trained(
     """Return the backend, the directory and the last payload of a run that was trained."""
     backend, root = request.param, tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)  # as in each test: the identity of a run names the repository of the working directory
+        patch.chdir(
+            root
+        )  # as in each test: the identity of a run names the repository of the working directory
         with Keeper(config(root, backend)) as runner:
             runner.train()
             return backend, root, runner.read_checkpoint("latest")
@@ -121,7 +132,11 @@ def forge(root: Path, backend: str, payload: dict[str, Any]) -> None:
     checkpoints = root / "run" / "checkpoints"
     record = newest_record(checkpoints)
     assert record is not None
-    options: Any = {"run_id": record.run, "settings": CheckpointSettings(async_mode="disabled"), "step_mode": True}
+    options: Any = {
+        "run_id": record.run,
+        "settings": CheckpointSettings(async_mode="disabled"),
+        "step_mode": True,
+    }
     manager = MANAGERS[backend](checkpoints, domain=LocalDomain(), **options)
     manager.begin(manager.find_latest())
     manager.save_checkpoint(payload, epoch=9, global_step=3)
@@ -154,14 +169,20 @@ FORMS: dict[str, Callable[[dict[str, Any]], None]] = {
     "attributes that are a number": put(5, "attributes"),
     "observers that are a number": put(5, "observers"),
     "a state of an observer that is a number": put({"Norms": {"value": 5}}, "observers"),
-    "a state of an observer of an unknown kind": put({"Norms": {"value": {"kind": "odd"}}}, "observers"),
+    "a state of an observer of an unknown kind": put(
+        {"Norms": {"value": {"kind": "odd"}}}, "observers"
+    ),
     "attributes by numbers": put({1: {"value": 1}}, "attributes"),
     "an attribute that is a number": put(5, "attributes", "number"),
     "an attribute without a value": put({}, "attributes", "number"),
     "an attribute of so many ranks": put({"of": "two", "ranks": {}}, "attributes", "number"),
     "ranks that are a list": put({"of": 1, "ranks": [1]}, "attributes", "number"),
-    "a value of one rank that is a list": put({"of": 1, "ranks": {"0": [1]}}, "attributes", "number"),
-    "ranks without a value that are a number": put({"value": 1, "of": 1, "without": 5}, "attributes", "number"),
+    "a value of one rank that is a list": put(
+        {"of": 1, "ranks": {"0": [1]}}, "attributes", "number"
+    ),
+    "ranks without a value that are a number": put(
+        {"value": 1, "of": 1, "without": 5}, "attributes", "number"
+    ),
     "a value that is a list": attribute([1]),
     "a value without a kind": attribute({"items": [1]}),
     "a kind that is a number": attribute({"kind": 5}),
@@ -190,10 +211,14 @@ FORMS: dict[str, Callable[[dict[str, Any]], None]] = {
     "a tensor that is a number": attribute({"kind": "tensor", "device": "cpu", "value": 5}),
     "a shard that is a number": attribute({"kind": "shard", "value": 5}),
     "a reference to a number": attribute({"kind": "same", "path": 5}),
-    "an object by numbers": attribute({"kind": "object", "class": "Helper", "keys": [1], "items": [1]}),
+    "an object by numbers": attribute(
+        {"kind": "object", "class": "Helper", "keys": [1], "items": [1]}
+    ),
     "an object without a class": attribute({"kind": "object", "keys": ["a"], "items": [1]}),
     "a state that is a list": attribute({"kind": "stateful", "class": "Sums", "state": [1]}),
-    "more that is a list": attribute({"kind": "stateful", "class": "Sums", "state": 1, "more": [1]}),
+    "more that is a list": attribute(
+        {"kind": "stateful", "class": "Sums", "state": 1, "more": [1]}
+    ),
     "buffers that are a list": put([1], "buffers"),
     "a buffer that is a number": put({"value": 5}, "buffers", "1.seen"),
     "a buffer that is an array": put({"value": ARRAY}, "buffers", "1.seen"),
@@ -210,7 +235,9 @@ FORMS: dict[str, Callable[[dict[str, Any]], None]] = {
     "results by names": put({"a": {}}, "state", "results"),
     "a result that is a number": put({"1": {"val": 5}}, "state", "results"),
     "an open result that is a number": put({"val": 5}, "state", "open_result"),
-    "attributes of a metric that are a number": put({"evaluation": {"acc": 5}}, "state", "metric_attributes"),
+    "attributes of a metric that are a number": put(
+        {"evaluation": {"acc": 5}}, "state", "metric_attributes"
+    ),
     "a mark of texts": put(["a", "b"], "state", "metrics_mark"),
     "a position that is a number": put(5, "dataloaders", "train"),
     "a seed that is a text": put("abc", "runner", "seed"),
@@ -227,10 +254,15 @@ SHARDED = list(FORMS)[::5]
 
 
 @pytest.mark.parametrize(
-    ("trained", "form"), [("file", form) for form in FORMS] + [("dcp", form) for form in SHARDED], indirect=["trained"]
+    ("trained", "form"),
+    [("file", form) for form in FORMS] + [("dcp", form) for form in SHARDED],
+    indirect=["trained"],
 )
 def test_payload_of_another_form_is_skipped(
-    form: str, trained: tuple[str, Path, dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    form: str,
+    trained: tuple[str, Path, dict[str, Any]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend, root, payload = trained
     shutil.copytree(root / "run", tmp_path / "run")
@@ -239,8 +271,13 @@ def test_payload_of_another_form_is_skipped(
     forge(tmp_path, backend, forged)
     caplog.clear()
     with Keeper(config(tmp_path, backend)) as runner:
-        assert runner.state.train.global_step == 4 and runner.number == payload["attributes"]["number"]["value"]
-    skipped = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
+        assert (
+            runner.state.train.global_step == 4
+            and runner.number == payload["attributes"]["number"]["value"]
+        )
+    skipped = [
+        record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()
+    ]
     assert len(skipped) == 1 and "Expected" in skipped[0] and "\n" not in skipped[0]
     with (
         pytest.raises(CheckpointDamaged, match="Expected"),
@@ -249,7 +286,9 @@ def test_payload_of_another_form_is_skipped(
         pass
 
 
-def test_target_with_an_empty_index_is_skipped(trained: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_target_with_an_empty_index_is_skipped(
+    trained: tuple[str, Path, dict[str, Any]], tmp_path: Path
+) -> None:
     backend, root, _ = trained
     if backend != "dcp":
         pytest.skip("a file has no index")
@@ -305,12 +344,16 @@ def test_secret_bytes_are_not_saved(tmp_path: Path) -> None:
         assert "api_token" not in saved and "raw" in saved
 
 
-def test_value_refused_by_the_program_is_one_error(trained: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_value_refused_by_the_program_is_one_error(
+    trained: tuple[str, Path, dict[str, Any]], tmp_path: Path
+) -> None:
     backend, _, payload = trained
     wrong = {"kind": "generator", "class": "Generator", "state": torch.zeros(3, dtype=torch.uint8)}
     payload = {**payload, "attributes": {**payload["attributes"], "generator": {"value": wrong}}}
     with Keeper(config(tmp_path, backend)) as runner:
-        with pytest.raises(CheckpointMismatch, match=r"whose self\.generator .* add 'attributes\.generator' to"):
+        with pytest.raises(
+            CheckpointMismatch, match=r"whose self\.generator .* add 'attributes\.generator' to"
+        ):
             runner.load_checkpoint(payload)
         del payload["attributes"]["generator"]
         payload["dataloaders"] = {"train": {"ranks": {"1": {}}}}
@@ -324,8 +367,12 @@ def test_attributes_of_a_stranger_are_left_out(
 ) -> None:
     backend, root, _ = trained
     latest = root / "run" / "checkpoints" / ("latest.pth" if backend == "file" else "latest")
-    with Keeper.from_checkpoint(latest, {"dir": str(tmp_path / "own"), "steps": 6}, attributes=attributes) as runner:
-        assert runner.state.train.global_step == 4 and torch.equal(runner.tensor, torch.full((3,), 4.0 * attributes))
+    with Keeper.from_checkpoint(
+        latest, {"dir": str(tmp_path / "own"), "steps": 6}, attributes=attributes
+    ) as runner:
+        assert runner.state.train.global_step == 4 and torch.equal(
+            runner.tensor, torch.full((3,), 4.0 * attributes)
+        )
         assert (runner.word == "trained") is attributes
         runner.train()
         trained_to = runner.number
@@ -337,7 +384,9 @@ def test_attributes_of_a_stranger_are_left_out(
 @pytest.mark.parametrize("between", [b"", b"]0"])
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("depth", [300, 5_000_000])
-def test_key_of_nested_tuples_is_damage(tmp_path: Path, depth: int, zipped: bool, between: bytes) -> None:
+def test_key_of_nested_tuples_is_damage(
+    tmp_path: Path, depth: int, zipped: bool, between: bytes
+) -> None:
     # A dictionary with one key, tuples of one tuple; an operation without an effect may be between any two of them.
     pickled = b"\x80\x02})" + (b"\x85" + between) * depth + b"K\x01s."
     path = tmp_path / "forged.pth"

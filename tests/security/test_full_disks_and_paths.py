@@ -26,7 +26,10 @@ from danling.utils.locks import FileLock
 @contextmanager
 def no_room() -> Iterator[None]:
     """Let the kernel refuse every write to a file of this process, as a full disk does."""
-    before, action = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, action = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
         yield
@@ -53,7 +56,9 @@ def test_full_disk_is_told_with_path_and_advice(name: str, tmp_path: Path) -> No
         if name in ("latest.json", "best.json"):
             runner.workspace.write_results({}, None, None)
         with (
-            pytest.raises(OSError, match=f"Expected to write .*{name}.* Received: .*Free space there") as refused,
+            pytest.raises(
+                OSError, match=f"Expected to write .*{name}.* Received: .*Free space there"
+            ) as refused,
             no_room(),
         ):
             WRITES[name](runner, tmp_path / "run" / "checkpoints")
@@ -90,7 +95,10 @@ def test_next_export_removes_the_remains_of_a_killed_one(name: str, tmp_path: Pa
         job.kill()
     (tmp_path / f".exporting-other-{name}-00000000").write_text("of another path")
     export_weights(path, {"a": torch.ones(3)})
-    assert sorted(each.name for each in tmp_path.iterdir()) == [f".exporting-other-{name}-00000000", name]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        f".exporting-other-{name}-00000000",
+        name,
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems take paths in UTF-8 only")
@@ -108,4 +116,6 @@ def test_newline_in_a_path_does_not_make_a_line(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, path)
     for command in ("inspect", "verify"):
         done = danling(command, path, warm=True)
-        assert done.returncode == 0 and not any(line.startswith("ok      line") for line in done.stdout.splitlines())
+        assert done.returncode == 0 and not any(
+            line.startswith("ok      line") for line in done.stdout.splitlines()
+        )

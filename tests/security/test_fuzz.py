@@ -67,7 +67,11 @@ class Original:
 
     def __init__(self, kind: str, directory: Path) -> None:
         self.kind, self.directory = kind, directory
-        found = [path for path in directory.iterdir() if path.is_file() and not path.name.endswith(".sha256")]
+        found = [
+            path
+            for path in directory.iterdir()
+            if path.is_file() and not path.name.endswith(".sha256")
+        ]
         self.names = sorted(path.name for path in found)
         self.payloads = {name: read_payload(self._file(name)) for name in self.names}
         self.by_step = {step_of(payload): payload for payload in self.payloads.values()}
@@ -79,10 +83,16 @@ class Original:
         return path if path.suffix else self.directory / "targets" / path.read_text().strip()
 
     def manager(self, directory: Path) -> Any:
-        kind = TorchDistributedCheckpointManager if self.kind in ("dcp", "engine") else FileCheckpointManager
+        kind = (
+            TorchDistributedCheckpointManager
+            if self.kind in ("dcp", "engine")
+            else FileCheckpointManager
+        )
         settings = CheckpointSettings(async_mode="disabled")
         owner = directory if self.kind != "alone" else directory.parent / "own"
-        return kind(owner, domain=LocalDomain(), run_id=self.run_id, settings=settings, step_mode=True)
+        return kind(
+            owner, domain=LocalDomain(), run_id=self.run_id, settings=settings, step_mode=True
+        )
 
 
 def step_of(payload: Mapping[str, Any]) -> int:
@@ -142,8 +152,14 @@ def _run(original: Original, directory: Path, name: str) -> Any:
         for key, value in stored.items()
         if key not in ("dir", "checkpoint_dir", "workspace_root", "log_file")
     }
-    source = {"pretrained": str(directory / name)} if original.kind == "alone" else {"resume": str(directory / name)}
-    with TracingRunner({**kept, "log": False, "workspace_root": str(directory.parent / "runs"), **source}) as runner:
+    source = (
+        {"pretrained": str(directory / name)}
+        if original.kind == "alone"
+        else {"resume": str(directory / name)}
+    )
+    with TracingRunner(
+        {**kept, "log": False, "workspace_root": str(directory.parent / "runs"), **source}
+    ) as runner:
         part = "evaluated" if "pretrained" in source else "model"
         return {part: {k: v.clone() for k, v in runner.unwrapped_model.state_dict().items()}}
 
@@ -230,12 +246,16 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Original]:
 def _judge(original: Original, road: str, name: str, loaded: Any) -> None:
     if road == "auto_resume":
         if loaded is not None:
-            assert differences(loaded, original.by_step[step_of(loaded)]) == [], "another state than was saved"
+            assert differences(loaded, original.by_step[step_of(loaded)]) == [], (
+                "another state than was saved"
+            )
         return
     expected = original.payloads[name]
     if original.kind == "dcp" and name in ("latest", "best"):
         # One of these pointers in place of the other is a whole checkpoint of the run: which, only its step tells.
-        assert any(_holds(payload, loaded) for payload in original.payloads.values()), "another state than was saved"
+        assert any(_holds(payload, loaded) for payload in original.payloads.values()), (
+            "another state than was saved"
+        )
         return
     assert _holds(expected, loaded), "another state than was saved"
 
@@ -277,16 +297,22 @@ def _fuzz(
         for case in cases:
             random = Random(f"{kind} {case}")
             original = random.choice(originals)
-            directory = Path(shutil.copytree(original.directory, place / "case" / original.directory.name))
+            directory = Path(
+                shutil.copytree(original.directory, place / "case" / original.directory.name)
+            )
             changed = change(directory, random)
             road, name = random.choices(list(roads), weights)[0], random.choice(original.names)
             if original.kind == "alone":
-                road = {"auto_resume": "pretrained"}.get(road, "inspect" if road in URL_ROADS else road)
+                road = {"auto_resume": "pretrained"}.get(
+                    road, "inspect" if road in URL_ROADS else road
+                )
             try:
                 with no_hang(case):
                     ends[attempt(original, directory, road, name)] += 1
             except Exception as error:
-                failures.append(f"case {case}: {original.kind}, {changed}, {road} of {name}: {error!r}")
+                failures.append(
+                    f"case {case}: {original.kind}, {changed}, {road} of {name}: {error!r}"
+                )
             shutil.rmtree(place / "case")
             capsys.readouterr()
     finally:
@@ -319,14 +345,22 @@ def test_random_damage(
 def _snapshot(root: Path) -> dict[str, tuple[int, int, int] | bytes]:
     """Return what is around the directory of a case: contents of files, and what tells that one was replaced."""
     around = [
-        path for path in sorted(root.rglob("*")) if path.is_file() and "case" not in path.relative_to(root).parts[:1]
+        path
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and "case" not in path.relative_to(root).parts[:1]
     ]
-    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, hash(path.read_bytes())) for path in around}
+    return {
+        str(path): (path.stat().st_ino, path.stat().st_mtime_ns, hash(path.read_bytes()))
+        for path in around
+    }
 
 
 def _memory(field: str) -> int:
     status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith(f"{field}:")).split()[1]) << 10
+    return (
+        int(next(line for line in status.splitlines() if line.startswith(f"{field}:")).split()[1])
+        << 10
+    )
 
 
 @contextmanager
@@ -341,7 +375,9 @@ def bounded_memory() -> Iterator[None]:
         known: list[BaseException] = []
         while seen is not None and seen not in known:  # a chain of causes may lead back
             known.append(seen)
-            assert not isinstance(seen, MemoryError) and "allocate memory" not in str(seen), f"2 GB: {seen!r}"
+            assert not isinstance(seen, MemoryError) and "allocate memory" not in str(seen), (
+                f"2 GB: {seen!r}"
+            )
             seen = seen.__cause__ or seen.__context__
         raise
     finally:
@@ -379,7 +415,9 @@ def test_forged_checkpoints(
     def change(directory: Path, random: Random) -> list[str]:
         return forge(directory, random, victim)
 
-    ends = _fuzz("forged", cases, originals, tmp_path, ROADS_OF_FORGERIES, change, _try_forged, capsys)
+    ends = _fuzz(
+        "forged", cases, originals, tmp_path, ROADS_OF_FORGERIES, change, _try_forged, capsys
+    )
     assert ends["refused"] > len(cases) // 10 and ends["read"] > 0
 
 
@@ -390,7 +428,9 @@ def _command(*words: str) -> Callable[[Path, Path], None]:
     """Call a command on a run, in which files are that no run has written."""
 
     def act(run: Path, root: Path) -> None:
-        code = main([word.format(run=run, out=root / "out.pth", curves=root / "out.png") for word in words])
+        code = main(
+            [word.format(run=run, out=root / "out.pth", curves=root / "out.png") for word in words]
+        )
         assert code in (0, 1, 2, 3), code
 
     return act
@@ -398,8 +438,15 @@ def _command(*words: str) -> Callable[[Path, Path], None]:
 
 def _started(run: Path, **settings: Any) -> TracingRunner:
     kept = {"steps": 9, "keep": 1, **settings}
-    checkpoint = {"interval": 1, "keep_latest_k": kept.pop("keep"), "backend": run.parent.name, "async_enabled": False}
-    return TracingRunner(recorded_settings(checkpoint=checkpoint) | {"dir": str(run), "auto_resume": True} | kept)
+    checkpoint = {
+        "interval": 1,
+        "keep_latest_k": kept.pop("keep"),
+        "backend": run.parent.name,
+        "async_enabled": False,
+    }
+    return TracingRunner(
+        recorded_settings(checkpoint=checkpoint) | {"dir": str(run), "auto_resume": True} | kept
+    )
 
 
 def _auto_resumed(run: Path, root: Path) -> None:
@@ -414,7 +461,9 @@ def _resumed_elsewhere(run: Path, root: Path) -> None:
 
 
 def _started_beside(run: Path, root: Path) -> None:
-    with _started(run, dir=None, workspace_root=str(run.parents[1]), lineage=run.parent.name) as runner:
+    with _started(
+        run, dir=None, workspace_root=str(run.parents[1]), lineage=run.parent.name
+    ) as runner:
         runner.train()
 
 
@@ -466,7 +515,9 @@ def _used_code(directory: Path, root: Path) -> None:
     """Start twice: nothing is found but what the first start has compiled."""
     found = []
     for _ in range(2):
-        code = Artifacts(directory / "run" / "compiled" / "code", signed=True, world=LocalDomain(), leads=True)
+        code = Artifacts(
+            directory / "run" / "compiled" / "code", signed=True, world=LocalDomain(), leads=True
+        )
         code.open()
         assert code.folder is not None
         found = [path.name for path in code.folder.rglob("*")]
@@ -480,13 +531,20 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run of each kind of checkpoints, a stream with its store, and a run with compiled code and the key that signs it."""
     root = tmp_path_factory.mktemp("placed")
     for backend in ("file", "dcp"):
-        with _started(root / backend / "run", steps=8, keep=0, heartbeat={"enabled": True}) as runner:
+        with _started(
+            root / backend / "run", steps=8, keep=0, heartbeat={"enabled": True}
+        ) as runner:
             runner.train()
     _used_stream(root / "stream", root)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(root / "compiled" / "me"))
         _used_code(root / "compiled", root)
-    return {"file": root / "file", "dcp": root / "dcp", "stream": root / "stream", "compiled": root / "compiled"}
+    return {
+        "file": root / "file",
+        "dcp": root / "dcp",
+        "stream": root / "stream",
+        "compiled": root / "compiled",
+    }
 
 
 NAMED = (CheckpointError, ValueError, OSError, RunInUseError, KeyError)
@@ -530,7 +588,9 @@ def test_placements(
             # The system's own error names what is wrong and the path.
             names_path = isinstance(error, OSError) and error.filename is not None
             if "Expected " not in str(error) and not names_path:
-                failures.append(f"case {case}: {kind}, {done}, {name}: an error without a name: {error!r}")
+                failures.append(
+                    f"case {case}: {kind}, {done}, {name}: an error without a name: {error!r}"
+                )
         except BaseException as error:
             failures.append(f"case {case}: {kind}, {done}, {name}: {error!r}")
         if look_at(canary) != before:

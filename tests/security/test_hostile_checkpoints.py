@@ -24,7 +24,13 @@ WEIGHTS = {"a": torch.ones(2)}
 
 
 def own(**changes: Any) -> dict[str, Any]:
-    return {"format_version": 1, "model": WEIGHTS, "state": {"train": {"global_step": 3}}, "runner": {}, **changes}
+    return {
+        "format_version": 1,
+        "model": WEIGHTS,
+        "state": {"train": {"global_step": 3}},
+        "runner": {},
+        **changes,
+    }
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -81,7 +87,9 @@ def resealed(run: Path, place: Path, put: Callable[[Path], None]) -> Path:
     path.unlink()
     put(path)
     record = Manifest.parse(sums.read_text()).record
-    sums.write_text(Manifest(record, {"best.pth": (path.stat().st_size, storage.hash_file(path))}).text())
+    sums.write_text(
+        Manifest(record, {"best.pth": (path.stat().st_size, storage.hash_file(path))}).text()
+    )
     return path
 
 
@@ -103,7 +111,10 @@ def test_hostile_contents_are_one_line(
 ) -> None:
     path = resealed(run, tmp_path / "copy", save(PAYLOADS[name]))
     assert main(["verify", str(path)]) == 0, "the sums are right"
-    for words in (["inspect", "--tensors", "--config"], ["export", str(tmp_path / "out.safetensors")]):
+    for words in (
+        ["inspect", "--tensors", "--config"],
+        ["export", str(tmp_path / "out.safetensors")],
+    ):
         capsys.readouterr()
         code = main([words[0], str(path), *words[1:]])
         told = capsys.readouterr().err
@@ -160,7 +171,12 @@ def test_overlapping_records_are_refused(tmp_path: Path) -> None:
 
 def test_values_within_the_bounds_are_read(tmp_path: Path) -> None:
     shared = torch.ones(3)
-    payload = {**nested(150), "tied": [shared, shared], "view": shared.expand(4, 3), "numbers": list(range(10_000))}
+    payload = {
+        **nested(150),
+        "tied": [shared, shared],
+        "view": shared.expand(4, 3),
+        "numbers": list(range(10_000)),
+    }
     torch.save(payload, tmp_path / "a.pt")
     found = read_file(tmp_path / "a.pt")
     assert torch.equal(found["view"], payload["view"]) and found["numbers"] == payload["numbers"]
@@ -169,7 +185,9 @@ def test_values_within_the_bounds_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["a.pth", "a.safetensors", "a.pt", "model.safetensors.index.json"])
-def test_a_named_pipe_is_not_waited_for(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_pipe_is_not_waited_for(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     os.mkfifo(tmp_path / name)
     for words in (["inspect"], ["export", str(tmp_path / "out.pth")], ["estimate"], ["verify"]):
         assert main([words[0], str(tmp_path / name), *words[1:]]) in (1, 2, 3)

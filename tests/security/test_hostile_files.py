@@ -57,7 +57,9 @@ def pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-ALIASES = "a0: &a0 [x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]\n" for i in range(1, 41))
+ALIASES = "a0: &a0 [x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]\n" for i in range(1, 41)
+)
 """About 2 kB that expand to 8**40 values."""
 SELF = "a: &a\n  b: *a\n"
 DIGITS = "1" + "0" * 400
@@ -128,7 +130,9 @@ def test_json_beyond_the_bounds_is_a_value_error(content: str) -> None:
         ("[" + "1," * 500_001 + "]", "more than 500,000 values"),
     ],
 )
-def test_yaml_beyond_the_bounds_is_a_value_error(tmp_path: Path, content: str, message: str) -> None:
+def test_yaml_beyond_the_bounds_is_a_value_error(
+    tmp_path: Path, content: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         parse_yaml(content)
     (tmp_path / "settings.yaml").write_text(content)
@@ -146,7 +150,9 @@ def test_a_text_is_read_up_to_its_limit(tmp_path: Path) -> None:
 
 
 def _in_a_child(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([interpreter(), "-c", program, *words], timeout=SECONDS, capture_output=True, text=True)
+    return subprocess.run(
+        [interpreter(), "-c", program, *words], timeout=SECONDS, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("kind", ["metrics", "digests"])
@@ -179,7 +185,9 @@ lines.close()
     file = tmp_path / f"{kind}.jsonl"
     done = _in_a_child(program, str(file), kind)
     assert done.returncode == 0, done.stderr
-    assert f"Expected to write a line to {file}." in done.stdout and "Free space there" in done.stdout
+    assert (
+        f"Expected to write a line to {file}." in done.stdout and "Free space there" in done.stdout
+    )
     assert [record["step"] for record in read_jsonl(file)] == [1, 3]
     assert file.read_bytes().count(b"\n") == 2
 
@@ -191,7 +199,8 @@ def test_a_full_disk_is_named_with_its_path_and_advice(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
     try:
         with pytest.raises(
-            OSError, match=rf"Expected to write a line to {full}\. Received: File too large\. Free space"
+            OSError,
+            match=rf"Expected to write a line to {full}\. Received: File too large\. Free space",
         ):
             lines.write({"step": 1})
     finally:
@@ -202,7 +211,9 @@ def test_a_full_disk_is_named_with_its_path_and_advice(tmp_path: Path) -> None:
 def test_control_characters_in_names_are_shown_escaped(tmp_path: Path) -> None:
     evil = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e"
     run = run_at(tmp_path / f"a{evil}b")
-    (run / "metadata" / "config.full.yaml").write_text(json.dumps({"score_name": evil, "note": f"x\nrow {evil}"}))
+    (run / "metadata" / "config.full.yaml").write_text(
+        json.dumps({"score_name": evil, "note": f"x\nrow {evil}"})
+    )
     other = run_at(tmp_path / "other")
     torch.save({f"weight{evil}": torch.ones(2)}, tmp_path / f"weights{evil}.pt")
     for words in (
@@ -226,7 +237,9 @@ def sample(place: int) -> SampleRef:
     return SampleRef(f"sample-{place}", f"object-{place}", {})
 
 
-@pytest.mark.parametrize("committed", ["1e999", "1" + "0" * 30, "-5", '"a"', "null", "true", DIGITS, "NaN", "[" * 9999])
+@pytest.mark.parametrize(
+    "committed", ["1e999", "1" + "0" * 30, "-5", '"a"', "null", "true", DIGITS, "NaN", "[" * 9999]
+)
 def test_impossible_watermark_is_one_error(tmp_path: Path, committed: str) -> None:
     channel = FileChannel(tmp_path / "files")
     channel.append([sample(0), sample(1)])
@@ -306,7 +319,9 @@ for place in sys.argv[1:]:
     assert done.returncode == 0 and sorted(refused) == places, done.stdout + done.stderr
 
 
-def test_hostile_objects_of_a_directory_store_are_refused_and_nothing_outside_is_touched(tmp_path: Path) -> None:
+def test_hostile_objects_of_a_directory_store_are_refused_and_nothing_outside_is_touched(
+    tmp_path: Path,
+) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("kept")
@@ -320,9 +335,13 @@ def test_hostile_objects_of_a_directory_store_are_refused_and_nothing_outside_is
         os.mkfifo(file)
         with pytest.raises(OSError, match="Not a regular file"):
             store.get(ref)
-        (tmp_path / "store" / "usage.json").write_text('{"bytes": 1e999, "pending": {"../../outside/kept": 5}}')
+        (tmp_path / "store" / "usage.json").write_text(
+            '{"bytes": 1e999, "pending": {"../../outside/kept": 5}}'
+        )
         store.discard([object_id])
-    assert [path.name for path in outside.iterdir()] == ["kept"] and (outside / "kept").read_text() == "kept"
+    assert [path.name for path in outside.iterdir()] == ["kept"] and (
+        outside / "kept"
+    ).read_text() == "kept"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,14 @@ def position_of_weight(path: Path) -> int:
 
 
 def settings(root: Path, **changes: Any) -> dict[str, Any]:
-    return {"steps": 12, "seed": 3, "workspace_root": str(root), "log": False, "dataloader.batch_size": 4, **changes}
+    return {
+        "steps": 12,
+        "seed": 3,
+        "workspace_root": str(root),
+        "log": False,
+        "dataloader.batch_size": 4,
+        **changes,
+    }
 
 
 def _pretrained(path: Path, root: Path) -> Any:
@@ -76,14 +83,19 @@ SETTINGS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 def test_a_copy_is_read_on_every_road_and_said_to_lack_its_sums_once(
-    copied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    copied: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole = torch.load(copied, weights_only=True)
     with caplog.at_level(logging.INFO, "danling"):
         loaded = _pretrained(copied, tmp_path)
     evaluated = {**whole["model"], **whole["ema"]["weights"]}
     assert all(torch.equal(loaded[name], evaluated[name]) for name in evaluated)
-    lacking = [record.message for record in caplog.records if "no checksums next to it" in record.message]
+    lacking = [
+        record.message for record in caplog.records if "no checksums next to it" in record.message
+    ]
     assert len(lacking) == 1 and str(copied) in lacking[0]
     step = whole["state"]["train"]["global_step"]
     assert f"{copied} holds the weights of step {step}, epoch " in caplog.text
@@ -111,7 +123,9 @@ def test_damaged_settings_of_a_copy_are_refused(copied: Path, tmp_path: Path, ro
 
 
 @pytest.mark.parametrize("road", [*ROADS, *SETTINGS])
-def test_lost_sums_are_damage_in_the_directory_of_a_run(run: Path, tmp_path: Path, road: str) -> None:
+def test_lost_sums_are_damage_in_the_directory_of_a_run(
+    run: Path, tmp_path: Path, road: str
+) -> None:
     path = run / "checkpoints" / "latest.pth"
     path.with_name("latest.pth.sha256").unlink()
     # Another save under this name: whole, and wrong.
@@ -121,11 +135,16 @@ def test_lost_sums_are_damage_in_the_directory_of_a_run(run: Path, tmp_path: Pat
         {**ROADS, **SETTINGS}[road](path, tmp_path)
 
 
-def test_weights_of_another_program_are_compared_with_sums_inside_if_present(tmp_path: Path) -> None:
+def test_weights_of_another_program_are_compared_with_sums_inside_if_present(
+    tmp_path: Path,
+) -> None:
     weights = {"a": torch.arange(100.0)}
     torch.save(weights, tmp_path / "weights.pt")
     assert torch.equal(import_weights(tmp_path / "weights.pt")["a"], weights["a"])
-    flip(tmp_path / "weights.pt", (tmp_path / "weights.pt").read_bytes().index(weights["a"].numpy().tobytes()) + 40)
+    flip(
+        tmp_path / "weights.pt",
+        (tmp_path / "weights.pt").read_bytes().index(weights["a"].numpy().tobytes()) + 40,
+    )
     with pytest.raises(CheckpointDamaged, match="data/0 has another CRC-32"):
         import_weights(tmp_path / "weights.pt")
     torch.serialization.set_crc32_options(False)

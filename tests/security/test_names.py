@@ -11,9 +11,39 @@ import danling
 from danling.utils.files import is_plain_path, plain_name, plain_path
 
 ROOT = Path(danling.__file__).parent
-_OF_OS = {"open", "unlink", "remove", "rename", "replace", "link", "symlink", "rmdir", "mkdir", "makedirs", "truncate"}
-_OF_PATHS = {"unlink", "rmdir", "rename", "mkdir", "touch", "write_text", "write_bytes", "symlink_to", "hardlink_to"}
-_BY_NAME = {"open", "open_file", "open_new", "open_regular", "replacing", "write_atomically", "safe_open"}
+_OF_OS = {
+    "open",
+    "unlink",
+    "remove",
+    "rename",
+    "replace",
+    "link",
+    "symlink",
+    "rmdir",
+    "mkdir",
+    "makedirs",
+    "truncate",
+}
+_OF_PATHS = {
+    "unlink",
+    "rmdir",
+    "rename",
+    "mkdir",
+    "touch",
+    "write_text",
+    "write_bytes",
+    "symlink_to",
+    "hardlink_to",
+}
+_BY_NAME = {
+    "open",
+    "open_file",
+    "open_new",
+    "open_regular",
+    "replacing",
+    "write_atomically",
+    "safe_open",
+}
 _OF_TREES = {"rmtree", "copyfile", "copy", "copy2", "copytree", "move"}
 
 FUNCTIONS = {
@@ -53,7 +83,12 @@ FUNCTIONS = {
         "write_file",
         "write_mark",
     ],
-    "checkpoints/file_store": ["FileStore._make_way", "FileStore._settle", "FileStore.delete", "FileStore.publishing"],
+    "checkpoints/file_store": [
+        "FileStore._make_way",
+        "FileStore._settle",
+        "FileStore.delete",
+        "FileStore.publishing",
+    ],
     "checkpoints/target_store": ["TargetStore.delete", "TargetStore.publish", "TargetStore.sweep"],
     "cli/inspect": ["read_safetensors"],
     "cli/main": ["_main"],
@@ -75,7 +110,12 @@ FUNCTIONS = {
         "_remove_left",
         "_user_key",
     ],
-    "remote/mirror": ["RunMirror._copy_files", "RunMirror._file", "RunMirror._written", "RunMirror.open"],
+    "remote/mirror": [
+        "RunMirror._copy_files",
+        "RunMirror._file",
+        "RunMirror._written",
+        "RunMirror.open",
+    ],
     "remote/sources": ["RemoteCheckpoints._bring_target", "bring_object", "runs_below"],
     "reporting/jsonl": ["JsonLines._open", "_cut_back", "_steps", "read_jsonl"],
     "reporting/logging": ["RunLog._opened"],
@@ -99,7 +139,12 @@ FUNCTIONS = {
         "FileChannel._opened_to_write",
     ],
     "prove/guard": ["marked"],
-    "prove/inside/recorder": ["Recorder._claim", "Recorder._end", "Recorder._mark", "Recorder._write_digests"],
+    "prove/inside/recorder": [
+        "Recorder._claim",
+        "Recorder._end",
+        "Recorder._mark",
+        "Recorder._write_digests",
+    ],
     "prove/starts": ["Script.start", "mirror", "private_directory"],
     "stream/sqlite_channel": ["SQLiteChannel.__init__"],
     "supervision/failures": ["_write_error_file", "write_memory_snapshot"],
@@ -108,10 +153,22 @@ FUNCTIONS = {
     "supervision/rank_watch": ["RankWatch._dump", "WatchedThread.__init__"],
     "training/live_state": ["LiveState.load"],
     "training/progress_file": ["ProgressFile._write"],
-    "utils/files": ["clear_places", "open_file", "read_bytes", "replacing", "sync_directory", "write_atomically"],
+    "utils/files": [
+        "clear_places",
+        "open_file",
+        "read_bytes",
+        "replacing",
+        "sync_directory",
+        "write_atomically",
+    ],
     "utils/locks": ["FileLock.is_taken", "_give_back", "_made", "_opened"],
     "utils/process": ["first_failure"],
-    "workspace/run_directory": ["RunDirectory.make", "RunDirectory.release", "has_line", "make_directory"],
+    "workspace/run_directory": [
+        "RunDirectory.make",
+        "RunDirectory.release",
+        "has_line",
+        "make_directory",
+    ],
     "workspace/workspace": [
         "Workspace._make_metadata_dir",
         "Workspace.write_metadata",
@@ -244,9 +301,14 @@ WRITERS = {
     "remote/sources": ["runs_below: touch"],  # in a temporary directory
     "demo": ["start: open"],  # of a directory that the demo has made
     "reporting/jsonl": ["JsonLines._open: os.open"],
-    "reporting/logging": ["RunLog._opened: FileHandler"],  # named by the user, or after the instant of the start
+    "reporting/logging": [
+        "RunLog._opened: FileHandler"
+    ],  # named by the user, or after the instant of the start
     "stream/directory_store": ["DirectoryStore._note: os.open", "_write_synced: os.open"],
-    "stream/file_channel": ["FileChannel.__init__: os.open", "FileChannel._opened_to_write: os.open"],
+    "stream/file_channel": [
+        "FileChannel.__init__: os.open",
+        "FileChannel._opened_to_write: os.open",
+    ],
     "utils/files": ["replacing: os.open"],
     "utils/locks": ["_opened: os.open"],
     "utils/process": ["first_failure: os.open"],
@@ -278,15 +340,30 @@ def kind_of_write(call: ast.Call) -> str:
     """Return how a call opens a file for writing; nothing where it does not."""
     called, text = ast.unparse(call.func), ast.unparse(call)
     if called == "os.open":
-        return "os.open" if any(flag in text for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "NEW_FILE", "flags")) else ""
+        return (
+            "os.open"
+            if any(flag in text for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "NEW_FILE", "flags"))
+            else ""
+        )
     modes = [
-        each.value for each in [*call.args[:2], *(k.value for k in call.keywords)] if isinstance(each, ast.Constant)
+        each.value
+        for each in [*call.args[:2], *(k.value for k in call.keywords)]
+        if isinstance(each, ast.Constant)
     ]
-    writes = any(isinstance(mode, str) and mode[:1] in ("w", "a", "x") and len(mode) <= 2 for mode in modes)
-    if called == "open" or (called.endswith(".open") and not called.startswith(("os.", "archive."))):
+    writes = any(
+        isinstance(mode, str) and mode[:1] in ("w", "a", "x") and len(mode) <= 2 for mode in modes
+    )
+    if called == "open" or (
+        called.endswith(".open") and not called.startswith(("os.", "archive."))
+    ):
         return "open" if writes else ""
     name = called.rpartition(".")[2]
-    return name if name in ("write_text", "write_bytes", "touch", "FileHandler") and "storage." not in called else ""
+    return (
+        name
+        if name in ("write_text", "write_bytes", "touch", "FileHandler")
+        and "storage." not in called
+        else ""
+    )
 
 
 def test_every_written_file_is_new_or_no_link() -> None:
@@ -298,7 +375,11 @@ def test_every_written_file_is_new_or_no_link() -> None:
             reads = "O_RDONLY" in (text := ast.unparse(call)) or "flags, dir_fd=directory" in text
             if not reads:
                 found.setdefault(module, []).append(name)
-                if name.endswith("os.open") and not any(each in text for each in SAFE) and "flags" not in text:
+                if (
+                    name.endswith("os.open")
+                    and not any(each in text for each in SAFE)
+                    and "flags" not in text
+                ):
                     unsafe.append(f"{module}: {name}")
     assert {module: sorted(set(names)) for module, names in found.items()} == WRITERS
     assert unsafe == []

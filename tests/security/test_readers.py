@@ -87,7 +87,10 @@ def test_nothing_runs(tmp_path: Path, reader: str) -> None:
     plant, read = READERS[reader]
     for number, kind in enumerate(hostile.kinds()):
         for protocol in (2, 4):
-            place = plant(tmp_path / f"{number}-{protocol}", hostile.harm(kind, tmp_path / "mark", protocol=protocol))
+            place = plant(
+                tmp_path / f"{number}-{protocol}",
+                hostile.harm(kind, tmp_path / "mark", protocol=protocol),
+            )
             with pytest.raises(CheckpointError, match=r"Expected .* Received: ") as caught:
                 read(place)
             assert str(place) in str(caught.value) or "runner" in str(caught.value), kind
@@ -95,7 +98,9 @@ def test_nothing_runs(tmp_path: Path, reader: str) -> None:
 
 
 def test_pickle_of_an_engine_runs_only_with_trust(tmp_path: Path) -> None:
-    place = _in_archive(tmp_path / "states.pt", hostile.harm("io.FileIO", tmp_path / "mark", protocol=2))
+    place = _in_archive(
+        tmp_path / "states.pt", hostile.harm("io.FileIO", tmp_path / "mark", protocol=2)
+    )
     with pytest.raises(CheckpointError, match=r"checkpoint\.trust=true .*danling export --trust"):
         read_engine_file(place)
     assert not (tmp_path / "mark").exists()
@@ -103,14 +108,20 @@ def test_pickle_of_an_engine_runs_only_with_trust(tmp_path: Path) -> None:
     assert (tmp_path / "mark").exists()
 
 
-def test_an_engines_enumeration_is_read_in_both_spellings_and_nothing_else_by_getattr(tmp_path: Path) -> None:
+def test_an_engines_enumeration_is_read_in_both_spellings_and_nothing_else_by_getattr(
+    tmp_path: Path,
+) -> None:
     kind = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
     by_value = kind + b"(K\x02tR"
     by_name = b"cbuiltins\ngetattr\n(" + kind + b"X\x09\x00\x00\x00gradientstR"
     for spelling, value in ((by_value, 2), (by_name, "gradients")):
         found = read_engine_file(_in_archive(tmp_path / "states.pt", b"\x80\x02" + spelling + b"."))
         # A member where DeepSpeed is imported, else its substitute.
-        assert value in (getattr(found, "value", None), getattr(found, "name", None), *getattr(found, "values", ()))
+        assert value in (
+            getattr(found, "value", None),
+            getattr(found, "name", None),
+            *getattr(found, "values", ()),
+        )
     other = b"cbuiltins\ngetattr\n(cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\nX\x08\x00\x00\x00__init__tR"
     with pytest.raises(CheckpointError):
         read_engine_file(_in_archive(tmp_path / "states.pt", b"\x80\x02" + other + b"."))

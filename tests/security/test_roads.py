@@ -31,7 +31,11 @@ SETTINGS = {"steps": 12, "seed": 3, "log": False, "dataloader": {"batch_size": 4
 
 
 def _auto_resume(path: Path, root: Path) -> None:
-    stored = {name: value for name, value in _stored[path].items() if name not in ("dir", "workspace_root")}
+    stored = {
+        name: value
+        for name, value in _stored[path].items()
+        if name not in ("dir", "workspace_root")
+    }
     with TracingRunner({**stored, "dir": str(path.parent.parent), "auto_resume": True}):
         return
 
@@ -109,7 +113,9 @@ def _plant(recorded: dict[str, Path], where: str, tmp_path: Path, content: bytes
         for pointer in directory.iterdir():
             if pointer.is_file() and pointer != latest:
                 pointer.unlink()
-        hostile.plant_in_file(hostile.engine_target(directory, payload) / "mp_rank_00_model_states.pt", content)
+        hostile.plant_in_file(
+            hostile.engine_target(directory, payload) / "mp_rank_00_model_states.pt", content
+        )
     else:
         plant = hostile.plant_in_metadata if where == ".metadata" else hostile.plant_in_value
         for target in _targets(directory):
@@ -139,12 +145,16 @@ def test_no_road_runs_code_of_a_checkpoint(
             assert not mark.exists(), (exploit, road)
 
 
-def test_checkpoint_cannot_declare_itself_trusted(recorded: dict[str, Path], tmp_path: Path) -> None:
+def test_checkpoint_cannot_declare_itself_trusted(
+    recorded: dict[str, Path], tmp_path: Path
+) -> None:
     latest, _ = _place(recorded, "file", tmp_path)
     payload = torch.load(latest, weights_only=True)
     payload["runner"]["checkpoint"]["trust"] = True
     # The compiler of generated code, as words of a command.
-    payload["runner"]["compile"] = {"options": {"cpp.cxx": (None, "sh -c true"), "max_autotune": False}}
+    payload["runner"]["compile"] = {
+        "options": {"cpp.cxx": (None, "sh -c true"), "max_autotune": False}
+    }
     latest.unlink()
     torch.save(payload, latest)
     hostile.reseal(latest.parent)

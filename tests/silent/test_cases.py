@@ -14,7 +14,10 @@ import torch.utils.data
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from benchmarks.silent.ranks import run_ranks
 
@@ -48,19 +51,30 @@ class Recorder:
 
         def before(optimizer: Any, *_: Any) -> None:
             found = parameters(optimizer)
-            self.begun = {"weights": [local(p) for p in found], "gradients": [local(p.grad) for p in found]}
+            self.begun = {
+                "weights": [local(p) for p in found],
+                "gradients": [local(p.grad) for p in found],
+            }
 
         def after(optimizer: Any, *_: Any) -> None:
             file = self.directory / f"{self.name}-{rank}-{self.updates:03}.pt"
             made = {**self.begun, "after": [local(p) for p in parameters(optimizer)]}
-            kept = {"data": self.data if self.updates == 0 else (), "rows": self.rows, "masks": self.masks}
+            kept = {
+                "data": self.data if self.updates == 0 else (),
+                "rows": self.rows,
+                "masks": self.masks,
+            }
             torch.save({**made, **kept}, file.with_suffix(".tmp"))
             os.replace(file.with_suffix(".tmp"), file)
             self.rows, self.masks = [], []
             self.updates += 1
 
         def entered(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if isinstance(module, nn.Linear) and module.in_features == 8 and torch.is_grad_enabled():
+            if (
+                isinstance(module, nn.Linear)
+                and module.in_features == 8
+                and torch.is_grad_enabled()
+            ):
                 self.rows.append(local(inputs[0]))
 
         def left(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -82,13 +96,25 @@ def parameters(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def ran(number: int, directory: Path, *arguments: str, name: str = "run", lines: int | None = None) -> list[Any]:
+def ran(
+    number: int, directory: Path, *arguments: str, name: str = "run", lines: int | None = None
+) -> list[Any]:
     """Run a case, all of it or until rank 0 has printed some lines, and return what its ranks have recorded."""
-    run_ranks(case(number), arguments, directory, world=WORLD, lines=lines, begin=Recorder(directory, name))
+    run_ranks(
+        case(number),
+        arguments,
+        directory,
+        world=WORLD,
+        lines=lines,
+        begin=Recorder(directory, name),
+    )
     recorded = []
     for rank in range(WORLD):
         updates = [torch.load(file) for file in sorted(directory.glob(f"{name}-{rank}-*.pt"))]
-        gathered = {kind: [each for update in updates for each in update[kind]] for kind in ("rows", "masks")}
+        gathered = {
+            kind: [each for update in updates for each in update[kind]]
+            for kind in ("rows", "masks")
+        }
         recorded.append({"data": updates[0]["data"], "updates": updates, **gathered})
     return recorded
 
@@ -130,7 +156,8 @@ def added(*several: Gradients) -> Gradients:
 
 def agree(found: Gradients, expected: Gradients) -> bool:
     return all(
-        torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-6) for a, b in zip(found, expected, strict=True)
+        torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-6)
+        for a, b in zip(found, expected, strict=True)
     )
 
 
@@ -159,7 +186,9 @@ def of_tokens(weights: list[Tensor], tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def auxiliary(weights: list[Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-    return (inputs @ weights[0].T + weights[1]).logsumexp(-1).square().mean() + 0 * sum(w.sum() for w in weights)
+    return (inputs @ weights[0].T + weights[1]).logsumexp(-1).square().mean() + 0 * sum(
+        w.sum() for w in weights
+    )
 
 
 def of_experts(weights: list[Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
@@ -173,7 +202,9 @@ def of_experts(weights: list[Tensor], inputs: Tensor, targets: Tensor) -> Tensor
 
 def test_detached_sums_divide_the_gradient_by_the_number_of_ranks(tmp_path: Path) -> None:
     wrong, right = both(1, tmp_path)
-    expected = gradients(of_tokens, right[0]["updates"][0]["weights"], joined(first_batches(right, 4)))
+    expected = gradients(
+        of_tokens, right[0]["updates"][0]["weights"], joined(first_batches(right, 4))
+    )
     for rank in range(WORLD):
         assert agree(right[rank]["updates"][0]["gradients"], expected)
         assert agree(wrong[rank]["updates"][0]["gradients"], times(1 / WORLD, expected))
@@ -228,7 +259,10 @@ def test_gradient_of_the_norm_is_a_part_of_a_sum(tmp_path: Path) -> None:
 
     def loss(weights: list[Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         centred = inputs - inputs.mean(-1, keepdim=True)
-        normal = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[2] + weights[3]
+        normal = (
+            centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[2]
+            + weights[3]
+        )
         return mse_loss(inputs + (normal @ weights[0].T).tanh() @ weights[1].T, targets)
 
     weights = [*whole([one["weights"] for one in first]), *first[0]["weights"][2:]]
@@ -248,7 +282,9 @@ def test_tensor_parallel_ranks_multiply_loss_and_gradient(tmp_path: Path) -> Non
 
     def whole(recorded: list[Any], what: str) -> list[Tensor]:
         of_ranks = [rank["updates"][0][what] for rank in recorded]
-        halves = [torch.cat([part[i] for part in of_ranks], dim) for i, dim in ((0, 0), (1, 0), (2, 1))]
+        halves = [
+            torch.cat([part[i] for part in of_ranks], dim) for i, dim in ((0, 0), (1, 0), (2, 1))
+        ]
         return [*halves, of_ranks[0][3]]
 
     def loss(weights: list[Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
@@ -296,7 +332,9 @@ def test_first_backward_is_of_one_rank(tmp_path: Path) -> None:
     weights = right[0]["updates"][0]["weights"]
     assert agree(right[0]["updates"][0]["gradients"], gradients(squared, weights, joined(batches)))
     for rank in range(WORLD):
-        assert agree(wrong[rank]["updates"][0]["gradients"], gradients(squared, weights, batches[rank]))
+        assert agree(
+            wrong[rank]["updates"][0]["gradients"], gradients(squared, weights, batches[rank])
+        )
     assert not torch.equal(wrong[0]["updates"][2]["after"][0], wrong[1]["updates"][2]["after"][0])
     assert torch.equal(right[0]["updates"][2]["after"][0], right[1]["updates"][2]["after"][0])
 
@@ -319,7 +357,9 @@ def test_metric_counts_a_batch_twice(tmp_path: Path) -> None:
 def test_only_the_last_micro_batch_counts(tmp_path: Path) -> None:
     wrong, right = both(13, tmp_path)
     weights = right[0]["updates"][0]["weights"]
-    each = [gradients(squared, weights, joined(first_batches(right, 4, number))) for number in range(2)]
+    each = [
+        gradients(squared, weights, joined(first_batches(right, 4, number))) for number in range(2)
+    ]
     assert agree(right[0]["updates"][0]["gradients"], times(0.5, added(*each)))
     assert agree(wrong[0]["updates"][0]["gradients"], times(0.5, each[1]))
 
@@ -344,7 +384,9 @@ def resumed(number: int, directory: Path, *arguments: str) -> tuple[list[Any], l
     ran(number, directory, *arguments, name="killed", lines=KILLED)
     again = ran(number, directory, *arguments, "--resume", name="again")
     begun = again[0]["updates"][0]["weights"][0]
-    at = next(i for i, one in enumerate(whole[0]["updates"]) if torch.equal(one["weights"][0], begun))
+    at = next(
+        i for i, one in enumerate(whole[0]["updates"]) if torch.equal(one["weights"][0], begun)
+    )
     assert at >= KILLED
     return whole, again, at
 
@@ -376,7 +418,9 @@ def test_rest_of_the_epoch_has_the_order_of_epoch_zero(tmp_path: Path) -> None:
     inputs = whole[0]["data"][0]
     for rank in range(WORLD):
         rest = [inputs[order(len(inputs))[rank][4 * i : 4 * i + 4]] for i in range(skipped, 6)]
-        own = [inputs[order(len(inputs), epoch)[rank][4 * i : 4 * i + 4]] for i in range(skipped, 6)]
+        own = [
+            inputs[order(len(inputs), epoch)[rank][4 * i : 4 * i + 4]] for i in range(skipped, 6)
+        ]
         assert epoch > 0
         assert alike(whole[rank]["rows"][at : at + len(own)], own)
         assert alike(again[rank]["rows"][: len(rest)], rest if skipped else own)

@@ -28,7 +28,9 @@ def test_accelerate_resumes_a_later_epoch_in_the_order_of_epoch_zero() -> None:
 
     def loader() -> DataLoader[torch.Tensor]:
         accelerate.utils.set_seed(0)
-        prepared: DataLoader[torch.Tensor] = accelerator.prepare(DataLoader(torch.arange(32.0), 4, shuffle=True))
+        prepared: DataLoader[torch.Tensor] = accelerator.prepare(
+            DataLoader(torch.arange(32.0), 4, shuffle=True)
+        )
         return prepared
 
     whole = loader()

@@ -9,7 +9,9 @@ from benchmarks.silent.__main__ import Proof, Row, cases
 
 def row(number: int, verdict: str, notes: list[str], right: str = "same") -> Row:
     wrong = Proof(verdict, "why" if verdict == "different" else "", notes, 1.0)
-    return Row(number, "a fault", "a source 1 (2026-01)", wrong, Proof(right, "", ["of both"], 2.0), 0.5)
+    return Row(
+        number, "a fault", "a source 1 (2026-01)", wrong, Proof(right, "", ["of both"], 2.0), 0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,9 @@ def row(number: int, verdict: str, notes: list[str], right: str = "same") -> Row
         (12, "same", [], "no", True),
     ],
 )
-def test_row_says_how_a_fault_is_seen(number: int, verdict: str, notes: list[str], found: str, expected: bool) -> None:
+def test_row_says_how_a_fault_is_seen(
+    number: int, verdict: str, notes: list[str], found: str, expected: bool
+) -> None:
     made = row(number, verdict, notes)
     assert made.found == found
     assert made.as_expected is expected

@@ -34,7 +34,9 @@ def produce(root: Path, store: Path) -> tuple[int, float]:
 
     config = {"dir": str(root / "producer"), "auto_resume": True, "dataloader": {"batch_size": 4}}
     options: dict[str, Any] = {"max_in_flight": AHEAD, "idle_timeout": 60}
-    with Timed(config, indices=range(SAMPLES), store=DirectoryStore(store), channel=channel, **options) as target:
+    with Timed(
+        config, indices=range(SAMPLES), store=DirectoryStore(store), channel=channel, **options
+    ) as target:
         return target.produce(), min(seconds, default=0.0)
 
 
@@ -59,7 +61,9 @@ class Slow(Draft):
         while not is_full(loader.channel):
             time.sleep(0.001)
         time.sleep(self.pause)
-        self.most.append((loader.channel.published() - loader.channel.committed(), loader.store.usage()))
+        self.most.append(
+            (loader.channel.published() - loader.channel.committed(), loader.store.usage())
+        )
         return super().train_step(data)
 
 
@@ -68,15 +72,24 @@ def train_slowly(root: Path, store: Path) -> Any:
     channel = SQLiteChannel(root / "log.sqlite")
     while not is_full(channel):
         time.sleep(0.01)
-    with Slow(settings(root / "draft", steps=100), DirectoryStore(store), channel, idle_timeout=0.02) as runner:
+    with Slow(
+        settings(root / "draft", steps=100), DirectoryStore(store), channel, idle_timeout=0.02
+    ) as runner:
         runner.train()
-        return runner.end(), runner.most, channel.committed(), runner.dataloaders["train"].store.usage()
+        return (
+            runner.end(),
+            runner.most,
+            channel.committed(),
+            runner.dataloaders["train"].store.usage(),
+        )
 
 
 def train(root: Path, store: Path) -> Any:
     """Train to the end of the stream."""
     channel = SQLiteChannel(root / "log.sqlite")
-    with Draft(settings(root / "draft", steps=100), DirectoryStore(store), channel, idle_timeout=60) as runner:
+    with Draft(
+        settings(root / "draft", steps=100), DirectoryStore(store), channel, idle_timeout=60
+    ) as runner:
         runner.train()
         return runner.end(), channel.committed(), runner.dataloaders["train"].store.usage()
 
@@ -85,7 +98,9 @@ def alone(root: Path) -> Any:
     """Train in this process on a stream that is complete."""
     store, channel = MemoryStore(), MemoryChannel()
     config = {"dir": str(root / "alone" / "producer"), "dataloader": {"batch_size": 4}}
-    with Target(config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=None) as target:
+    with Target(
+        config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=None
+    ) as target:
         target.produce()
     with Draft(settings(root / "alone" / "draft", steps=100), store, channel) as runner:
         runner.train()
@@ -96,8 +111,13 @@ def test_hundred_times_slower_trainer_bounds_the_store_and_ends_bitwise(tmp_path
     arguments = (tmp_path, tmp_path / "store")
     run_processes(free_port, world_size=1)
     with ThreadPoolExecutor(2) as pool:
-        sides = [pool.submit(run_processes, side, *arguments, world_size=1) for side in (train_slowly, produce)]
-        ((end, flying, committed, left),), ((made, seconds),) = (side.result(timeout=patience(200)) for side in sides)
+        sides = [
+            pool.submit(run_processes, side, *arguments, world_size=1)
+            for side in (train_slowly, produce)
+        ]
+        ((end, flying, committed, left),), ((made, seconds),) = (
+            side.result(timeout=patience(200)) for side in sides
+        )
     assert (made, committed, left) == (SAMPLES, SAMPLES, 0)
     # Steps of two samples; the target's own time, without what a busy machine adds to it.
     assert Slow.pause / 2 > 100 * seconds
@@ -116,20 +136,29 @@ def test_a_full_disk_of_the_store_stops_both_and_they_go_on_when_there_is_room(
     DirectoryStore(small_disk / "store").usage()
     with filler.open("wb") as file:
         # Six objects of a page each: fewer than are trained on until a save lets some go.
-        file.write(bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize - 6 * 4096))
+        file.write(
+            bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize - 6 * 4096)
+        )
     run_processes(free_port, world_size=1)
     with ThreadPoolExecutor(2) as pool:
-        sides = [pool.submit(run_outcomes, side, *arguments, world_size=1) for side in (train, produce)]
+        sides = [
+            pool.submit(run_outcomes, side, *arguments, world_size=1) for side in (train, produce)
+        ]
         (trained,), (produced,) = (side.result(timeout=patience(200)) for side in sides)
     assert isinstance(produced.error, OSError) and produced.error.errno == errno.ENOSPC, produced
     assert "Received: No space left on device. Free space" in str(produced.error)
     channel = SQLiteChannel(tmp_path / "log.sqlite")
     assert 0 < channel.published() < 8 and channel.committed() == 0
     assert f"after {channel.published()} samples" in str(trained.error)
-    assert "Expected the producer of stream" in str(trained.error) and "No space left on device" in str(trained.error)
+    assert "Expected the producer of stream" in str(
+        trained.error
+    ) and "No space left on device" in str(trained.error)
     assert ".." not in str(trained.error).replace(str(tmp_path), "")
     objects = [path for path in (small_disk / "store").rglob("*") if path.suffix == ".safetensors"]
-    assert len(objects) >= channel.published() and list((small_disk / "store" / "writing").iterdir()) == []
+    assert (
+        len(objects) >= channel.published()
+        and list((small_disk / "store" / "writing").iterdir()) == []
+    )
 
     filler.unlink()
     before = channel.published()

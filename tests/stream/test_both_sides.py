@@ -73,21 +73,33 @@ def test_one_file_serves_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFix
     ):
         assert (target.optimizer, target.scheduler, target.ema) == (None, None, None)
         assert runner.optimizer is not None and runner.ema is not None
-        assert (target.config.steps, target.config.dataloader.batch_size) == (5, 4)  # a program may read them
+        assert (target.config.steps, target.config.dataloader.batch_size) == (
+            5,
+            4,
+        )  # a program may read them
         assert target.workspace.dir != runner.workspace.dir
         run_together(target, runner)
         end = runner.end()
-    (said,) = [record.getMessage() for record in caplog.records if "trains nothing" in record.getMessage()]
-    left_out = "optim, scheduler, ema, train_splits, evaluate_interval, steps, accum_steps, max_grad_norm"
+    (said,) = [
+        record.getMessage() for record in caplog.records if "trains nothing" in record.getMessage()
+    ]
+    left_out = (
+        "optim, scheduler, ema, train_splits, evaluate_interval, steps, accum_steps, max_grad_norm"
+    )
     assert said == f"A producer trains nothing: it leaves {left_out} out."
     assert not [record for record in caplog.records if "no effect" in record.getMessage()]
 
     store, channel = MemoryStore(), MemoryChannel()
     with Target(
-        {"dir": str(tmp_path / "own"), "dataloader.batch_size": 4}, indices=range(19), store=store, channel=channel
+        {"dir": str(tmp_path / "own"), "dataloader.batch_size": 4},
+        indices=range(19),
+        store=store,
+        channel=channel,
     ) as target:
         target.produce()
-    with draft({**CONFIG, "score_split": None, "dir": str(tmp_path / "again")}, store, channel) as runner:
+    with draft(
+        {**CONFIG, "score_split": None, "dir": str(tmp_path / "again")}, store, channel
+    ) as runner:
         runner.train()
         assert_same(end, runner.end())
 
@@ -100,7 +112,9 @@ def test_one_file_serves_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFix
         {"epochs": 3, "steps": None, "evaluate_interval": None},
     ],
 )
-def test_parts_missing_from_a_producer_are_no_error(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_parts_missing_from_a_producer_are_no_error(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     config = configuration(tmp_path, **changes)
     with Frozen(config, indices=range(5), store=MemoryStore(), channel=MemoryChannel()) as target:
         assert target.produce() == 5
@@ -116,7 +130,11 @@ def test_parts_missing_from_a_producer_are_no_error(tmp_path: Path, changes: dic
     ],
 )
 def test_producer_goes_over_its_own_one_of_evaluate_splits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: list[str] | None, made: range, is_said: bool
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    asked: list[str] | None,
+    made: range,
+    is_said: bool,
 ) -> None:
     class Several(Target):
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -135,7 +153,9 @@ def test_producer_goes_over_its_own_one_of_evaluate_splits(
 def test_the_directory_of_a_trainer_is_refused(tmp_path: Path) -> None:
     config = {**CONFIG, "score_split": None, "dir": str(tmp_path / "run")}
     store, channel = MemoryStore(), MemoryChannel()
-    with Target({"dir": str(tmp_path / "own")}, indices=range(19), store=store, channel=channel) as target:
+    with Target(
+        {"dir": str(tmp_path / "own")}, indices=range(19), store=store, channel=channel
+    ) as target:
         target.produce()
     with draft(config, store, channel) as runner:
         runner.train()
@@ -182,7 +202,12 @@ def test_both_sides_are_shown_as_one(tmp_path: Path, capsys: pytest.CaptureFixtu
     stream, row = shown(tmp_path, capsys)
     (producer,) = names
     assert stream["stream"] == str(tmp_path / "log.sqlite")
-    assert (stream["published"], stream["trained"], stream["waiting"], stream["end"]) == (16, 0, 16, "failed")
+    assert (stream["published"], stream["trained"], stream["waiting"], stream["end"]) == (
+        16,
+        0,
+        16,
+        "failed",
+    )
     assert stream["producers"][0]["waited_seconds"] >= 0.2
 
     run_processes(train, tmp_path, config, 3, world_size=1)
@@ -195,5 +220,10 @@ def test_both_sides_are_shown_as_one(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run_processes(produce, tmp_path, config, 19, None, world_size=1) == [19]
     run_processes(train, tmp_path, config, None, world_size=1)
     stream, row = shown(tmp_path, capsys)
-    assert (stream["published"], stream["trained"], stream["waiting"], stream["end"]) == (19, 19, 0, "complete")
+    assert (stream["published"], stream["trained"], stream["waiting"], stream["end"]) == (
+        19,
+        19,
+        0,
+        "complete",
+    )
     assert len(stream["producers"]) == len(stream["trainers"]) == 1

@@ -21,7 +21,15 @@ import torch
 from support.patience import patience
 from support.processes import fork, kill, wait
 
-from danling.stream import DirectoryStore, FileChannel, RefChannel, SampleRef, SQLiteChannel, StreamEnd, TensorSpec
+from danling.stream import (
+    DirectoryStore,
+    FileChannel,
+    RefChannel,
+    SampleRef,
+    SQLiteChannel,
+    StreamEnd,
+    TensorSpec,
+)
 
 Open = Callable[[], RefChannel]
 SPEC = {"hidden": TensorSpec((4,), "float32")}
@@ -61,7 +69,9 @@ def test_producers_in_several_processes_make_one_log(open_channel: Open) -> None
     assert [wait(producer) for producer in producers] == [0, 0, 0]
     found = ids(trainer)
     assert trainer.ended() == StreamEnd("complete", 80) and found[: len(seen)] == seen
-    assert sorted(found) == sorted({f"{who}-{index}" for who in (0, 1, 2, "shared") for index in range(20)})
+    assert sorted(found) == sorted(
+        {f"{who}-{index}" for who in (0, 1, 2, "shared") for index in range(20)}
+    )
     for producer in range(3):
         mine = [name for name in found if name.startswith(f"{producer}-")]
         assert mine == [f"{producer}-{index}" for index in range(20)]
@@ -89,12 +99,20 @@ def test_killed_producer_loses_no_appended_sample(open_channel: Open, tmp_path: 
             time.sleep(0.001)
         time.sleep(generator.random() / 20)
         assert kill(child) == -signal.SIGKILL
-        done = [int(line) for line in said.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        done = [
+            int(line) for line in said.read_text().splitlines(keepends=True) if line.endswith("\n")
+        ]
         found = ids(trainer)
-        expected = [f"{round_}-{index}-{part}" for index in range(len(done) + 1) for part in range(3)]
+        expected = [
+            f"{round_}-{index}-{part}" for index in range(len(done) + 1) for part in range(3)
+        ]
         new = found[len(seen) :]
-        assert found[: len(seen)] == seen and new == expected[: len(new)] and len(new) >= 3 * len(done)
-        assert trainer.committed() <= len(found) and (not done or trainer.committed() >= len(seen) + 3 * len(done) - 1)
+        assert (
+            found[: len(seen)] == seen and new == expected[: len(new)] and len(new) >= 3 * len(done)
+        )
+        assert trainer.committed() <= len(found) and (
+            not done or trainer.committed() >= len(seen) + 3 * len(done) - 1
+        )
         assert ids(open_channel()) == found and trainer.published() == len(found)
         assert trainer.append([ref(f"after-{round_}")]) == 1
         seen = [*found, f"after-{round_}"]
@@ -102,7 +120,9 @@ def test_killed_producer_loses_no_appended_sample(open_channel: Open, tmp_path: 
 
 
 @pytest.mark.parametrize("cut", [1, 7, 60, -1])
-def test_partial_line_of_a_killed_producer_is_no_sample_and_spoils_none(tmp_path: Path, cut: int) -> None:
+def test_partial_line_of_a_killed_producer_is_no_sample_and_spoils_none(
+    tmp_path: Path, cut: int
+) -> None:
     channel, reader = FileChannel(tmp_path), FileChannel(tmp_path)
     channel.append([ref("a"), ref("b")])
     line = ref("c").to_json().encode()
@@ -112,10 +132,14 @@ def test_partial_line_of_a_killed_producer_is_no_sample_and_spoils_none(tmp_path
         assert one.published() == 2 and ids(one) == ["a", "b"] and not one.holds("c")
     assert FileChannel(tmp_path).append([ref("b"), ref("d")]) == 1
     assert ids(channel) == ids(reader) == ids(FileChannel(tmp_path)) == ["a", "b", "d"]
-    assert [json.loads(text)["id"] for text in (tmp_path / "log.jsonl").read_text().splitlines()] == ["a", "b", "d"]
+    assert [
+        json.loads(text)["id"] for text in (tmp_path / "log.jsonl").read_text().splitlines()
+    ] == ["a", "b", "d"]
 
 
-def test_visible_append_is_never_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_append_is_never_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     producer, reader = FileChannel(tmp_path), FileChannel(tmp_path)
     producer.append([ref("a")])
     monkeypatch.setattr("danling.stream.file_channel._FIRST_LOOK_SECONDS", 0.02)
@@ -124,7 +148,8 @@ def test_visible_append_is_never_taken_back(tmp_path: Path, monkeypatch: pytest.
     def write_half(handle: int, data: memoryview) -> int:
         write(handle, data[: len(data) // 2])
         with pytest.raises(
-            TimeoutError, match=f"to read {tmp_path / 'lock'} .*by a process that writes. Check whether a"
+            TimeoutError,
+            match=f"to read {tmp_path / 'lock'} .*by a process that writes. Check whether a",
         ):
             seen.extend(ids(reader))
         raise OSError(errno.ENOSPC, "full")
@@ -161,7 +186,9 @@ def test_a_reader_and_its_watermark_go_on_while_a_producer_hangs_in_an_append(
         assert reader.published() == 2 and ids(reader) == ["a", "b"] and reader.ended() is None
         reader.commit(2)
         assert FileChannel(log).committed() == 2
-        with monkeypatch.context() as patch:  # what was seen before is read without asking for the lock
+        with (
+            monkeypatch.context() as patch
+        ):  # what was seen before is read without asking for the lock
             patch.setattr("danling.stream.file_channel.shared", None)
             assert [found.id for found in reader.read(0, 2)] == ["a", "b"]
     finally:
@@ -180,14 +207,25 @@ def test_log_is_read_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    "line", ["{}", "", '{"object":1}', '{"end":"part"}', '{"end":"part","parts":Infinity}', '{"end":', "\0\0"]
+    "line",
+    [
+        "{}",
+        "",
+        '{"object":1}',
+        '{"end":"part"}',
+        '{"end":"part","parts":Infinity}',
+        '{"end":',
+        "\0\0",
+    ],
 )
 def test_invalid_line_is_named_with_its_place(tmp_path: Path, line: str) -> None:
     FileChannel(tmp_path).append([ref("a")])
     log = tmp_path / "log.jsonl"
     size = log.stat().st_size
     log.write_bytes(log.read_bytes() + line.encode() + b"\n" + ref("b").to_json().encode() + b"\n")
-    with pytest.raises(ValueError, match=f"as one line of JSON at byte {size} of {log}. Received: "):
+    with pytest.raises(
+        ValueError, match=f"as one line of JSON at byte {size} of {log}. Received: "
+    ):
         FileChannel(tmp_path).published()
 
 
@@ -195,7 +233,11 @@ def test_a_damaged_sample_is_named_with_its_place(tmp_path: Path) -> None:
     channel = FileChannel(tmp_path)
     channel.append([ref("a"), ref("b"), ref("c")])
     log = tmp_path / "log.jsonl"
-    log.write_bytes(log.read_bytes().replace(b'"float32"]', b'"float33"]', 2).replace(b'"float33"]', b'"float32"]', 1))
+    log.write_bytes(
+        log.read_bytes()
+        .replace(b'"float32"]', b'"float33"]', 2)
+        .replace(b'"float33"]', b'"float32"]', 1)
+    )
     assert [found.id for found in channel.read(0, 1)] == ["a"]
     with pytest.raises(ValueError, match=f"It is sample 1 of {tmp_path}, which is damaged"):
         channel.read(0, 3)
@@ -209,12 +251,18 @@ def test_shortened_log_is_refused(tmp_path: Path) -> None:
         channel.append([ref("c")])
 
 
-def test_samples_are_on_the_disk_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_on_the_disk_before_append_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     channel = FileChannel(tmp_path)
     synced: list[bytes] = []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append((tmp_path / "log.jsonl").read_bytes()))
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: synced.append((tmp_path / "log.jsonl").read_bytes())
+    )
     channel.append([ref("a"), ref("b")])
-    assert synced == [b"".join(ref(name).to_json(place).encode() + b"\n" for place, name in enumerate("ab"))]
+    assert synced == [
+        b"".join(ref(name).to_json(place).encode() + b"\n" for place, name in enumerate("ab"))
+    ]
     assert channel.append([ref("a")]) == 0 and len(synced) == 1
 
 
@@ -307,19 +355,25 @@ def test_forks_during_the_writes_of_a_thread_neither_hang_nor_lose(open_channel:
 
     thread = threading.Thread(target=write)
     thread.start()
-    children = [fork(lambda index=index: channel.append([ref(f"child-{index}")])) for index in range(5)]
+    children = [
+        fork(lambda index=index: channel.append([ref(f"child-{index}")])) for index in range(5)
+    ]
     codes = [wait(child) for child in children]
     stop.set()
     thread.join()
     assert codes == [0] * 5
     found = ids(open_channel())
     assert [name for name in found if name.startswith("thread")] == written
-    assert sorted(name for name in found if name.startswith("child")) == [f"child-{index}" for index in range(5)]
+    assert sorted(name for name in found if name.startswith("child")) == [
+        f"child-{index}" for index in range(5)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["file", "sqlite"])
 def test_a_full_disk_leaves_the_log_as_it_was(small_disk: Path, kind: str) -> None:
-    channel: RefChannel = FileChannel(small_disk / "log") if kind == "file" else SQLiteChannel(small_disk / "log")
+    channel: RefChannel = (
+        FileChannel(small_disk / "log") if kind == "file" else SQLiteChannel(small_disk / "log")
+    )
     channel.append([ref("a")])
     filler = small_disk / "filler"
     with filler.open("wb", buffering=0) as file:
@@ -344,7 +398,8 @@ def test_a_full_disk_leaves_the_log_as_it_was(small_disk: Path, kind: str) -> No
 def test_file_without_a_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"garbage" * 1000)
     with pytest.raises(
-        ValueError, match=f"Expected the log of a stream in {tmp_path / 'log'}. Received: file is not a database"
+        ValueError,
+        match=f"Expected the log of a stream in {tmp_path / 'log'}. Received: file is not a database",
     ):
         SQLiteChannel(tmp_path / "log")
 
@@ -354,7 +409,9 @@ def test_locked_database_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     channel = SQLiteChannel(tmp_path / "log")
     other = sqlite3.connect(tmp_path / "log")
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(TimeoutError, match=f"log of stream {tmp_path / 'log'} to be free within .*End the process"):
+    with pytest.raises(
+        TimeoutError, match=f"log of stream {tmp_path / 'log'} to be free within .*End the process"
+    ):
         channel.append([ref("a")])
     assert channel.read(0, 1) == []
     other.close()
@@ -371,16 +428,24 @@ def test_complete_log_is_read_on_a_read_only_disk(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(OSError):
         FileChannel(small_disk / "another")
-    store, channel = DirectoryStore(small_disk / "store", read_only=True), FileChannel(small_disk / "log")
+    store, channel = (
+        DirectoryStore(small_disk / "store", read_only=True),
+        FileChannel(small_disk / "log"),
+    )
     assert not channel.claim("a run") and channel.ended() == StreamEnd("complete", 1)
-    assert torch.equal(store.get(channel.read(0, 1)[0])["hidden"], tensors["hidden"]) and store.usage() > 0
+    assert (
+        torch.equal(store.get(channel.read(0, 1)[0])["hidden"], tensors["hidden"])
+        and store.usage() > 0
+    )
 
 
 def test_a_fresh_database_is_opened_while_another_process_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = sqlite3.connect(tmp_path / "log", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")  # SQLite refuses a change to the write-ahead log at once, whatever the timeout
+    other.execute(
+        "BEGIN IMMEDIATE"
+    )  # SQLite refuses a change to the write-ahead log at once, whatever the timeout
     monkeypatch.setattr(time, "sleep", lambda _: other.rollback())
     assert SQLiteChannel(tmp_path / "log").append([ref("a")]) == 1
     other.close()

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from danling.stream import FileChannel, MemoryChannel, RefChannel, SampleRef, SQLiteChannel, StreamEnd, TensorSpec
+from danling.stream import (
+    FileChannel,
+    MemoryChannel,
+    RefChannel,
+    SampleRef,
+    SQLiteChannel,
+    StreamEnd,
+    TensorSpec,
+)
 
 Open = Callable[[], RefChannel]
 KINDS = ["memory", "file", "sqlite"]
@@ -42,7 +50,10 @@ def open_channel(kind: str, tmp_path: Path) -> Iterator[Open]:
 def ref(index: int, *, object_id: str = "") -> SampleRef:
     tensors = {"hidden": TensorSpec((index % 5, 4), "bfloat16")}
     return SampleRef(
-        f"prompt\n{index} ü", object_id or f"object-{index}", tensors, {"version": index, "of": [None, 0.5]}
+        f"prompt\n{index} ü",
+        object_id or f"object-{index}",
+        tensors,
+        {"version": index, "of": [None, 0.5]},
     )
 
 
@@ -60,7 +71,9 @@ def test_samples_are_read_in_the_order_of_their_appends(open_channel: Open) -> N
         assert reader.published() == 4 and "the-name" in reader.name
         assert reader.read(0, 4) == refs(0, 1, 2, 3)
         assert reader.read(1, 3) == refs(1, 2)
-        assert reader.read(3, 100) == refs(3) and reader.read(4, 9) == [] and reader.read(9, 9) == []
+        assert (
+            reader.read(3, 100) == refs(3) and reader.read(4, 9) == [] and reader.read(9, 9) == []
+        )
 
 
 def test_open_reader_sees_later_appends(open_channel: Open) -> None:
@@ -80,20 +93,29 @@ def test_sample_already_in_the_log_is_left_out(open_channel: Open) -> None:
     assert one.read(0, 9) == other.read(0, 9) == refs(0, 1, 2)
 
 
-def test_the_watermark_moves_forward_only_and_wrong_arguments_are_refused(open_channel: Open) -> None:
+def test_the_watermark_moves_forward_only_and_wrong_arguments_are_refused(
+    open_channel: Open,
+) -> None:
     channel = open_channel()
     channel.append(refs(0, 1, 2))
     for start, stop in ((-1, 2), (3, 2)):
-        with pytest.raises(ValueError, match=rf"0 <= start <= stop. Received: start={start}, stop={stop}"):
+        with pytest.raises(
+            ValueError, match=rf"0 <= start <= stop. Received: start={start}, stop={stop}"
+        ):
             channel.read(start, stop)
-    with pytest.raises(ValueError, match="Expected one of complete, failed, stopped.*Received: 'done'"):
+    with pytest.raises(
+        ValueError, match="Expected one of complete, failed, stopped.*Received: 'done'"
+    ):
         channel.end("done")
     assert channel.committed() == 0
     channel.commit(2)
     channel.commit(1)
     assert channel.committed() == 2 == open_channel().committed()
     for position in (4, -1):
-        with pytest.raises(ValueError, match=f"between 0 and the 3 samples in the log.*the-name.*Received: {position}"):
+        with pytest.raises(
+            ValueError,
+            match=f"between 0 and the 3 samples in the log.*the-name.*Received: {position}",
+        ):
             channel.commit(position)
     channel.commit(3)
     assert open_channel().committed() == 3
@@ -108,7 +130,10 @@ def test_an_ended_log_takes_no_samples_and_says_why(open_channel: Open, end: str
     reader.end("stopped", "a later one")  # the first end is the cause of the later ones
     assert producer.ended() == StreamEnd(end, 2, "RuntimeError: what\nhappened")
     for channel in (producer, reader, open_channel()):
-        with pytest.raises(RuntimeError, match=f"the-name.*to be open. Received: it is {end} after 2 samples: Runtime"):
+        with pytest.raises(
+            RuntimeError,
+            match=f"the-name.*to be open. Received: it is {end} after 2 samples: Runtime",
+        ):
             channel.append(refs(2))
     assert reader.read(0, 9) == refs(0, 1)
 
@@ -119,7 +144,9 @@ def test_a_log_goes_on_after_a_failure_and_not_after_its_last_sample(open_channe
         producer.append(refs(producer.published()))
         producer.end(kind)
         producer.reopen()
-        assert producer.ended() is None and reader.ended() is None and open_channel().ended() is None
+        assert (
+            producer.ended() is None and reader.ended() is None and open_channel().ended() is None
+        )
     producer.append(refs(2))
     producer.end()
     producer.reopen()
@@ -140,7 +167,9 @@ def test_a_log_is_complete_when_each_of_its_producers_is(open_channel: Open) -> 
     assert one.ended() == StreamEnd("failed", 2, "of memory")
     other = open_channel()
     other.reopen()
-    with pytest.raises(ValueError, match="to agree about their number. Received: parts=3, and 2 by another"):
+    with pytest.raises(
+        ValueError, match="to agree about their number. Received: parts=3, and 2 by another"
+    ):
         other.end(part=1, parts=3)
     with pytest.raises(ValueError, match="from 0 to 1. Received: part=2, parts=2"):
         other.end(part=2, parts=2)
@@ -150,13 +179,17 @@ def test_a_log_is_complete_when_each_of_its_producers_is(open_channel: Open) -> 
     assert one.ended() == StreamEnd("complete", 3) == open_channel().ended()
 
 
-def test_a_live_log_belongs_to_one_run_and_a_complete_one_is_read_by_everybody(open_channel: Open) -> None:
+def test_a_live_log_belongs_to_one_run_and_a_complete_one_is_read_by_everybody(
+    open_channel: Open,
+) -> None:
     channel = open_channel()
     channel.append(refs(0))
     assert channel.claim("run-a") and channel.claim("run-a")
     channel.close()
     channel = open_channel()
-    with pytest.raises(RuntimeError, match="the-name.*the run that began it, run-a. Received: run run-b. Resume"):
+    with pytest.raises(
+        RuntimeError, match="the-name.*the run that began it, run-a. Received: run run-b. Resume"
+    ):
         channel.claim("run-b")
     channel.end("failed")
     with pytest.raises(RuntimeError, match="Received: run run-b"):

@@ -15,13 +15,23 @@ import pytest
 from support.processes import run_outcomes
 from support.streams import Draft, Stopped, publish, settings
 
-from danling.stream import DirectoryStore, FileChannel, RefChannel, SampleRef, SQLiteChannel, TensorSpec
+from danling.stream import (
+    DirectoryStore,
+    FileChannel,
+    RefChannel,
+    SampleRef,
+    SQLiteChannel,
+    TensorSpec,
+)
 
 
 def ref(index: int) -> SampleRef:
     tensors = {"hidden": TensorSpec((index % 5, 4), "bfloat16"), "mask": TensorSpec((7,), "bool")}
     return SampleRef(
-        f"prompt {index}", f"object-{index}", tensors, {"version": index, "text": "abc", "of": [None, 0.5]}
+        f"prompt {index}",
+        f"object-{index}",
+        tensors,
+        {"version": index, "text": "abc", "of": [None, 0.5]},
     )
 
 
@@ -64,7 +74,9 @@ def flip(file: Path, bit: int) -> None:
     ("kind", "number"),
     [("file", 1000), ("sqlite", 300), pytest.param("sqlite", 3000, marks=pytest.mark.slow)],
 )
-def test_no_flipped_bit_of_a_log_is_read_as_something_else(tmp_path: Path, kind: str, number: int) -> None:
+def test_no_flipped_bit_of_a_log_is_read_as_something_else(
+    tmp_path: Path, kind: str, number: int
+) -> None:
     original = tmp_path / "original"
     file = make_log(kind, original)
     expected = content(kind, original)
@@ -90,7 +102,10 @@ def without_checksums(kind: str, file: Path) -> None:
 
     def older(line: str) -> str:
         plain = json.loads(line)
-        return json.dumps({key: plain[key] for key in plain if key not in ("crc32", "place")}, separators=(",", ":"))
+        return json.dumps(
+            {key: plain[key] for key in plain if key not in ("crc32", "place")},
+            separators=(",", ":"),
+        )
 
     if kind == "file":
         file.write_text("".join(older(line) + "\n" for line in file.read_text().splitlines()))
@@ -105,7 +120,10 @@ def without_checksums(kind: str, file: Path) -> None:
             record = json.loads(value)
             database.execute("INSERT INTO parts VALUES (?, ?)", (record["part"], record["parts"]))
         elif name == "committed":
-            database.execute("UPDATE facts SET value = ? WHERE name = ?", (str(json.loads(value)["committed"]), name))
+            database.execute(
+                "UPDATE facts SET value = ? WHERE name = ?",
+                (str(json.loads(value)["committed"]), name),
+            )
         else:
             database.execute("UPDATE facts SET value = ? WHERE name = ?", (older(value), name))
     database.commit()
@@ -156,8 +174,12 @@ def remove_sample(kind: str, root: Path, place: int) -> None:
 
 def train(root: Path, kind: str, stop_at: int | None = None) -> list[tuple[int, float]]:
     store, channel = DirectoryStore(root / "store"), open_log(kind, root / "log")
-    config = settings(root / "run", steps=100, accum_steps=1, checkpoint={"interval": 1, "async_enabled": False})
-    with Draft(config, store, channel, global_batch_size=8, retain="all", stop_at=stop_at) as runner:
+    config = settings(
+        root / "run", steps=100, accum_steps=1, checkpoint={"interval": 1, "async_enabled": False}
+    )
+    with Draft(
+        config, store, channel, global_batch_size=8, retain="all", stop_at=stop_at
+    ) as runner:
         with suppress(Stopped):
             runner.train()
         return runner.trace
@@ -165,7 +187,9 @@ def train(root: Path, kind: str, stop_at: int | None = None) -> list[tuple[int, 
 
 @pytest.mark.parametrize("trained", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("kind", "older", "place"), [("file", False, 20), ("file", True, 20), ("sqlite", True, 39)])
+@pytest.mark.parametrize(
+    ("kind", "older", "place"), [("file", False, 20), ("file", True, 20), ("sqlite", True, 39)]
+)
 def test_complete_log_with_a_missing_sample_is_refused_before_an_update(
     tmp_path: Path, kind: str, older: bool, place: int, ranks: int, trained: int
 ) -> None:
@@ -173,10 +197,14 @@ def test_complete_log_with_a_missing_sample_is_refused_before_an_update(
     publish(DirectoryStore(tmp_path / "store"), channel, range(40))
     channel.close()
     if older:
-        without_checksums(kind, tmp_path / "log" / ("log.jsonl" if kind == "file" else "log.sqlite"))
+        without_checksums(
+            kind, tmp_path / "log" / ("log.jsonl" if kind == "file" else "log.sqlite")
+        )
     if trained:  # a run that was stopped, and is resumed with the damaged log
         for outcome in run_outcomes(train, tmp_path, kind, trained, world_size=ranks):
-            assert outcome.error is None and {step for step, _ in outcome.value} == set(range(trained))
+            assert outcome.error is None and {step for step, _ in outcome.value} == set(
+                range(trained)
+            )
     remove_sample(kind, tmp_path, place)
     outcomes = run_outcomes(train, tmp_path, kind, world_size=ranks)
     assert all(outcome.error is not None for outcome in outcomes)
@@ -189,7 +217,10 @@ def test_complete_log_with_a_missing_sample_is_refused_before_an_update(
 
 
 def test_missing_row_in_the_middle_is_refused(tmp_path: Path) -> None:
-    for place, expected in ((20, "Expected sample 20 .*Received: row 21"), (39, "Expected 40 samples.*Received: 39")):
+    for place, expected in (
+        (20, "Expected sample 20 .*Received: row 21"),
+        (39, "Expected 40 samples.*Received: 39"),
+    ):
         channel = SQLiteChannel(tmp_path / f"{place}" / "log" / "log.sqlite")
         channel.append([ref(index) for index in range(40)])
         channel.end()
@@ -208,5 +239,7 @@ def test_missing_line_of_an_open_log_is_refused(tmp_path: Path) -> None:
     remove_sample("file", tmp_path, 4)
     reader = FileChannel(tmp_path / "log")
     assert reader.read(0, 4) == [ref(index) for index in range(4)]
-    with pytest.raises(ValueError, match="it belongs to place 5, so that lines of the log are missing or repeated"):
+    with pytest.raises(
+        ValueError, match="it belongs to place 5, so that lines of the log are missing or repeated"
+    ):
         reader.read(4, 9)

@@ -24,12 +24,17 @@ from danling.stream import DirectoryStore
 
 def files(store: DirectoryStore) -> list[Path]:
     return sorted(
-        path for folder in ("objects", "writing") for path in (store.path / folder).rglob("*") if path.is_file()
+        path
+        for folder in ("objects", "writing")
+        for path in (store.path / folder).rglob("*")
+        if path.is_file()
     )
 
 
 def bytes_of(store: DirectoryStore) -> int:
-    return sum(path.stat().st_size for path in (store.path / "objects").rglob("*") if path.is_file())
+    return sum(
+        path.stat().st_size for path in (store.path / "objects").rglob("*") if path.is_file()
+    )
 
 
 def test_a_stock_reader_opens_an_object(tmp_path: Path) -> None:
@@ -38,7 +43,9 @@ def test_a_stock_reader_opens_an_object(tmp_path: Path) -> None:
     (file,) = tmp_path.rglob("*.safetensors")
     found = load_file(file)
     assert file.name == "a.safetensors" and set(found) == {"hidden", "mask"}
-    assert torch.equal(found["hidden"], tensors["hidden"]) and torch.equal(found["mask"], tensors["mask"])
+    assert torch.equal(found["hidden"], tensors["hidden"]) and torch.equal(
+        found["mask"], tensors["mask"]
+    )
     umask = os.umask(0o022)
     os.umask(umask)
     assert file.stat().st_mode & 0o777 == 0o666 & ~umask
@@ -70,14 +77,19 @@ def test_any_string_names_an_object_of_its_own(tmp_path: Path) -> None:
         store.put(name, {"x": torch.tensor(value)})
     for value, name in enumerate(NAMES):
         assert store.get(reference(name, {"x": torch.tensor(0)}))["x"].item() == value
-    assert [path.name for path in tmp_path.iterdir()] == ["store"] and len(files(store)) == len(NAMES)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"] and len(files(store)) == len(
+        NAMES
+    )
     store.discard(NAMES)
     assert store.usage() == 0 and files(store) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.uint64, torch.float8_e5m2])
 def test_further_dtypes_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
-    store, tensor = DirectoryStore(tmp_path), torch.arange(16, dtype=torch.uint8).repeat(2).view(dtype)
+    store, tensor = (
+        DirectoryStore(tmp_path),
+        torch.arange(16, dtype=torch.uint8).repeat(2).view(dtype),
+    )
     store.put("a", {"x": tensor})
     found = store.get(reference("a", {"x": tensor}))["x"]
     assert found.dtype is dtype and torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
@@ -85,7 +97,9 @@ def test_further_dtypes_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_value_outside_the_format_is_refused_by_name_before_any_write(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
-    with pytest.raises(TypeError, match=r"in object 'a'. Received: .*'phase' of torch.complex128 \(KeyError"):
+    with pytest.raises(
+        TypeError, match=r"in object 'a'. Received: .*'phase' of torch.complex128 \(KeyError"
+    ):
         store.put("a", {"x": torch.ones(1), "phase": torch.ones(2, dtype=torch.complex128)})
     with pytest.raises(TypeError, match="in object 'a'. Received: '__metadata__'"):
         store.put("a", {"__metadata__": torch.ones(1)})
@@ -98,11 +112,20 @@ def _flip(data: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda data: data[:-8], lambda data: data[:20], lambda data: b"", _flip, lambda data: bytes(len(data))],
+    [
+        lambda data: data[:-8],
+        lambda data: data[:20],
+        lambda data: b"",
+        _flip,
+        lambda data: bytes(len(data)),
+    ],
     ids=["tail", "header", "empty", "bit", "zeros"],
 )
 def test_a_damaged_object_names_sample_and_file(tmp_path: Path, damage: object) -> None:
-    store, tensors = DirectoryStore(tmp_path), {"x": torch.arange(99), "tail": torch.arange(5, dtype=torch.uint8)}
+    store, tensors = (
+        DirectoryStore(tmp_path),
+        {"x": torch.arange(99), "tail": torch.arange(5, dtype=torch.uint8)},
+    )
     store.put("a", tensors)
     (file,) = tmp_path.rglob("*.safetensors")
     file.write_bytes(damage(file.read_bytes()))  # type: ignore[operator]
@@ -111,7 +134,9 @@ def test_a_damaged_object_names_sample_and_file(tmp_path: Path, damage: object) 
         match=rf"features of sample 'sample 7' in {file}. Received: a damaged object: .*make the features again",
     ):
         store.get(reference("a", tensors))
-    with pytest.raises(ValueError, match="Expected object 'a' in .* Received: a damaged object: .*put it again"):
+    with pytest.raises(
+        ValueError, match="Expected object 'a' in .* Received: a damaged object: .*put it again"
+    ):
         store.put("a", tensors)
     store.discard(["a"])
     store.put("a", tensors)
@@ -128,7 +153,9 @@ def test_a_file_in_the_place_of_another_is_no_stale_object(tmp_path: Path) -> No
 
 
 def test_read_only_store_changes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="that a DirectoryStore has written. Received: .*none"):
+    with pytest.raises(
+        FileNotFoundError, match="that a DirectoryStore has written. Received: .*none"
+    ):
         DirectoryStore(tmp_path / "none", read_only=True)
     tensors = {"x": torch.ones(3)}
     DirectoryStore(tmp_path / "store").put("a", tensors)
@@ -147,7 +174,10 @@ def test_store_is_passed_to_spawned_processes(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path, max_bytes=1_000)
     store.put("a", tensors)
     found = pickle.loads(pickle.dumps(store))
-    assert torch.equal(found.get(reference("a", tensors))["x"], tensors["x"]) and found.max_bytes == 1_000
+    assert (
+        torch.equal(found.get(reference("a", tensors))["x"], tensors["x"])
+        and found.max_bytes == 1_000
+    )
 
 
 def test_processes_share_one_budget(tmp_path: Path) -> None:
@@ -171,7 +201,9 @@ def test_unreadable_count_is_made_again(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"bytes": 5', '{"bytes": null, "pending": {}}'):
         (tmp_path / "usage.json").write_text(text)
         assert store.usage() == bytes_of(store) > 0
-    (tmp_path / "usage.json").write_text(json.dumps({"bytes": 7, "pending": {}}))  # as a power cut may leave it
+    (tmp_path / "usage.json").write_text(
+        json.dumps({"bytes": 7, "pending": {}})
+    )  # as a power cut may leave it
     assert DirectoryStore(tmp_path).usage() == bytes_of(store)
 
 
@@ -179,7 +211,9 @@ def _write_for_ever(store: DirectoryStore, round_: int, said: Path) -> None:
     with said.open("ab", buffering=0) as file:
         for index in itertools.count():
             name = f"{round_}-{index}"
-            store.put(name, {"x": torch.full((20_000,), float(index)), "y": torch.arange(index % 7)})
+            store.put(
+                name, {"x": torch.full((20_000,), float(index)), "y": torch.arange(index % 7)}
+            )
             if index % 3 == 0:
                 store.discard([name])
             file.write(f"{index}\n".encode())
@@ -197,7 +231,9 @@ def test_killed_writer_leaves_whole_objects_and_a_right_count(tmp_path: Path) ->
         time.sleep(generator.random() / 20)
         assert kill(child) == -9
         assert survivor.usage() == bytes_of(survivor)
-        said = [int(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        said = [
+            int(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")
+        ]
         for index in said:
             tensors = {"x": torch.full((20_000,), float(index)), "y": torch.arange(index % 7)}
             if index % 3:
@@ -212,7 +248,9 @@ def test_killed_writer_leaves_whole_objects_and_a_right_count(tmp_path: Path) ->
         assert list((tmp_path / "store" / "writing").iterdir()) == []
 
 
-def test_only_files_of_dead_writers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_of_dead_writers_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, tensors = DirectoryStore(tmp_path), {"x": torch.ones(3)}
     (tmp_path / "writing" / "of-a-dead-writer").write_bytes(b"half")
     (tmp_path / "writing" / "dead.lock").touch()
@@ -221,7 +259,9 @@ def test_only_files_of_dead_writers_are_removed(tmp_path: Path, monkeypatch: pyt
     def sync_beside_another(handle: int) -> None:
         monkeypatch.setattr(os, "fsync", sync)
         other = DirectoryStore(tmp_path)
-        assert other.usage() == 0 and len(files(other)) == 2  # the file that is written, and its lock
+        assert (
+            other.usage() == 0 and len(files(other)) == 2
+        )  # the file that is written, and its lock
         other.put("b", tensors)
         sync(handle)
 
@@ -230,11 +270,14 @@ def test_only_files_of_dead_writers_are_removed(tmp_path: Path, monkeypatch: pyt
     assert [path.name for path in files(store)] == ["a.safetensors", "b.safetensors"]
 
 
-def test_a_full_disk_leaves_nothing_behind_and_the_store_goes_on_when_there_is_room(small_disk: Path) -> None:
+def test_a_full_disk_leaves_nothing_behind_and_the_store_goes_on_when_there_is_room(
+    small_disk: Path,
+) -> None:
     store, tensors = DirectoryStore(small_disk / "store"), {"x": torch.ones(50_000)}
     store.put("a", tensors)
     with pytest.raises(
-        OSError, match="write object 'b' of .* bytes to .*store. Received: No space left.*Free space"
+        OSError,
+        match="write object 'b' of .* bytes to .*store. Received: No space left.*Free space",
     ) as caught:
         store.put("b", {"x": torch.ones(500_000)})
     assert caught.value.errno == errno.ENOSPC
@@ -242,7 +285,9 @@ def test_a_full_disk_leaves_nothing_behind_and_the_store_goes_on_when_there_is_r
     assert store.usage() == bytes_of(store)
     store.discard(["a"])
     store.put("b", {"x": torch.ones(100_000)})
-    assert torch.equal(store.get(reference("b", {"x": torch.ones(100_000)}))["x"], torch.ones(100_000))
+    assert torch.equal(
+        store.get(reference("b", {"x": torch.ones(100_000)}))["x"], torch.ones(100_000)
+    )
 
 
 MANY = {str(number): {"x": torch.full((300,), float(number))} for number in range(40)}
@@ -261,7 +306,10 @@ def test_many_objects_cost_one_sync_each_and_three_for_their_names(
     store.put_many(MANY)
     names = [place for place in synced if place == str(tmp_path / "store" / "objects")]
     assert (len(synced), len(names), synced[-1]) == (43, 3, names[0])
-    assert all(torch.equal(store.get(reference(name, tensors))["x"], tensors["x"]) for name, tensors in MANY.items())
+    assert all(
+        torch.equal(store.get(reference(name, tensors))["x"], tensors["x"])
+        for name, tensors in MANY.items()
+    )
     store.put_many(MANY)  # as a producer repeats itself that was killed
     assert synced[43:] == names[:1] and store.usage() == bytes_of(store)
 
@@ -300,15 +348,20 @@ def _put_and_discard(place: Path, samples: int) -> None:
 def test_many_samples_leave_no_byte_no_file_and_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # which takes the time and has nothing to do with it
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: None
+    )  # which takes the time and has nothing to do with it
     # In a process of its own: in this one, what earlier tests have left open goes meanwhile.
     assert wait(fork(_put_and_discard, tmp_path, samples)) == 0
 
 
-def test_without_safetensors_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_safetensors_the_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("danling.stream.directory_store.find_spec", lambda name: None)
     with pytest.raises(
-        ImportError, match="'safetensors' to be installed for a DirectoryStore.*`pip install safetensors`"
+        ImportError,
+        match="'safetensors' to be installed for a DirectoryStore.*`pip install safetensors`",
     ):
         DirectoryStore(tmp_path / "store")
     assert not (tmp_path / "store").exists()

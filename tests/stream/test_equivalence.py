@@ -41,7 +41,9 @@ def mooncake() -> Iterator[tuple[str, str] | None]:
         yield addresses
 
 
-def stream(way: str, root: Path, mooncake: tuple[str, str] | None) -> tuple[FeatureStore, RefChannel]:
+def stream(
+    way: str, root: Path, mooncake: tuple[str, str] | None
+) -> tuple[FeatureStore, RefChannel]:
     """Open a store and a log."""
     if way == "memory":
         return MemoryStore(), MemoryChannel()
@@ -50,18 +52,26 @@ def stream(way: str, root: Path, mooncake: tuple[str, str] | None) -> tuple[Feat
         store: FeatureStore = MooncakeStore(mooncake[0], metrics=mooncake[1], namespace=root.name)
     else:
         store = DirectoryStore(root / "store")
-    return store, FileChannel(root / "log") if way.endswith("file") else SQLiteChannel(root / "log.sqlite")
+    return store, FileChannel(root / "log") if way.endswith("file") else SQLiteChannel(
+        root / "log.sqlite"
+    )
 
 
 def target(
-    root: Path, store: FeatureStore, channel: RefChannel, ahead: int | None, kind: type[Target] = Target
+    root: Path,
+    store: FeatureStore,
+    channel: RefChannel,
+    ahead: int | None,
+    kind: type[Target] = Target,
 ) -> Target:
     """Make a producer that may be so many samples ahead."""
     config = {"dir": str(root / "producer"), "auto_resume": True, "dataloader": {"batch_size": 4}}
     return kind(config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=ahead)
 
 
-def produce(way: str, root: Path, mooncake: tuple[str, str] | None, kind: type[Target] = Target) -> int:
+def produce(
+    way: str, root: Path, mooncake: tuple[str, str] | None, kind: type[Target] = Target
+) -> int:
     """Produce all, in a process of its own."""
     store, channel = stream(way, root, mooncake)
     with target(root, store, channel, 16, kind) as producer:
@@ -71,7 +81,9 @@ def produce(way: str, root: Path, mooncake: tuple[str, str] | None, kind: type[T
     return made
 
 
-def trained(root: Path, store: FeatureStore, channel: RefChannel, producer: Target | None = None) -> Any:
+def trained(
+    root: Path, store: FeatureStore, channel: RefChannel, producer: Target | None = None
+) -> Any:
     """Train to the end of the stream, with a producer in this process or without one."""
     with Draft(settings(root / "draft", steps=100), store, channel, idle_timeout=60) as draft:
         run_together(producer, draft) if producer is not None else draft.train()
@@ -94,14 +106,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("way", ["memory", *WAYS])
-def test_in_one_process(way: str, tmp_path: Path, mooncake: tuple[str, str] | None, reference: Any) -> None:
+def test_in_one_process(
+    way: str, tmp_path: Path, mooncake: tuple[str, str] | None, reference: Any
+) -> None:
     store, channel = stream(way, tmp_path, mooncake)
     with target(tmp_path, store, channel, 16) as producer:
         assert_same(trained(tmp_path, store, channel, producer), reference)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_in_two_processes(way: str, tmp_path: Path, mooncake: tuple[str, str] | None, reference: Any) -> None:
+def test_in_two_processes(
+    way: str, tmp_path: Path, mooncake: tuple[str, str] | None, reference: Any
+) -> None:
     with ThreadPoolExecutor(1) as pool:
         producing = pool.submit(run_processes, produce, way, tmp_path, mooncake, world_size=1)
         end = trained(tmp_path, *stream(way, tmp_path, mooncake))

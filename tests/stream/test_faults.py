@@ -50,12 +50,15 @@ def struck(make: Callable[[], Callable[[], object]], fault: str, at: int) -> boo
 
 
 def bytes_of(store: DirectoryStore) -> int:
-    return sum(path.stat().st_size for path in (store.path / "objects").rglob("*") if path.is_file())
+    return sum(
+        path.stat().st_size for path in (store.path / "objects").rglob("*") if path.is_file()
+    )
 
 
 @pytest.mark.parametrize(
     ("what", "fault"),
-    [(what, fault) for what in ("put", "discard") for fault in ("enospc", "eio", "crash")] + [("put", "half")],
+    [(what, fault) for what in ("put", "discard") for fault in ("enospc", "eio", "crash")]
+    + [("put", "half")],
 )
 def test_a_store_is_right_after_a_fault_at_any_call(tmp_path: Path, fault: str, what: str) -> None:
     places = iter(range(1000))
@@ -99,7 +102,9 @@ def test_a_log_is_right_after_a_fault_at_any_call(tmp_path: Path, fault: str, wh
         if what == "reopen":
             channel.end("failed")
         actions: dict[str, Callable[[], Any]] = {
-            "append": lambda: channel.append([reference("a", TENSORS, "a"), reference("b", TENSORS, "b")]),
+            "append": lambda: channel.append(
+                [reference("a", TENSORS, "a"), reference("b", TENSORS, "b")]
+            ),
             "end": lambda: channel.end("failed", "why"),
             "reopen": channel.reopen,
         }
@@ -111,7 +116,11 @@ def test_a_log_is_right_after_a_fault_at_any_call(tmp_path: Path, fault: str, wh
         ended = struck(make, fault, at)
         channel = FileChannel(tmp_path / str(number))
         found = [ref.id for ref in channel.read(0, 10)]
-        allowed = [["before"], ["before", "a"], ["before", "a", "b"]] if what == "append" else [["before"]]
+        allowed = (
+            [["before"], ["before", "a"], ["before", "a", "b"]]
+            if what == "append"
+            else [["before"]]
+        )
         assert found in allowed
         assert not ended or found == allowed[-1]
         end = channel.ended()
@@ -119,9 +128,18 @@ def test_a_log_is_right_after_a_fault_at_any_call(tmp_path: Path, fault: str, wh
         assert not ended or (end is not None) == (what == "end")
         channel.reopen()
         assert channel.append(
-            [reference("a", TENSORS, "a"), reference("b", TENSORS, "b"), reference("c", TENSORS, "c")]
+            [
+                reference("a", TENSORS, "a"),
+                reference("b", TENSORS, "b"),
+                reference("c", TENSORS, "c"),
+            ]
         ) == 4 - len(found)
-        assert [ref.id for ref in FileChannel(tmp_path / str(number)).read(0, 10)] == ["before", "a", "b", "c"]
+        assert [ref.id for ref in FileChannel(tmp_path / str(number)).read(0, 10)] == [
+            "before",
+            "a",
+            "b",
+            "c",
+        ]
 
 
 def test_no_descriptor_is_left_open_by_a_fault(tmp_path: Path) -> None:
@@ -130,8 +148,15 @@ def test_no_descriptor_is_left_open_by_a_fault(tmp_path: Path) -> None:
     places = iter(range(1000))
 
     def make() -> Callable[[], object]:
-        store, channel = DirectoryStore(tmp_path / f"s{next(places)}"), FileChannel(tmp_path / f"c{next(places)}")
-        return lambda: (store.put("a", TENSORS), channel.append([reference("a", TENSORS, "a")]), store.discard(["a"]))
+        store, channel = (
+            DirectoryStore(tmp_path / f"s{next(places)}"),
+            FileChannel(tmp_path / f"c{next(places)}"),
+        )
+        return lambda: (
+            store.put("a", TENSORS),
+            channel.append([reference("a", TENSORS, "a")]),
+            store.discard(["a"]),
+        )
 
     for at in calls(make).candidates("enospc"):
         struck(make, "enospc", at)

@@ -16,13 +16,20 @@ def hooks_of(model: nn.Module) -> int:
 def test_layers_give_the_hidden_states_of_a_model_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    }
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(vocab_size=32, **sizes, num_key_value_heads=2)
     ).eval()
     tokens = torch.randint(0, 32, (2, 5))
     with torch.no_grad():
-        expected = model(tokens, output_hidden_states=True).hidden_states  # by hooks of its own, which stay
+        expected = model(
+            tokens, output_hidden_states=True
+        ).hidden_states  # by hooks of its own, which stay
     before = hooks_of(model)
     with torch.no_grad(), capture_hidden_states(model, [0, 2, -1]) as states:
         assert states == {}

@@ -24,7 +24,9 @@ def stream(root: Path, *, end: bool = True) -> tuple[DirectoryStore, SQLiteChann
 
 def run(directory: Path, store: Any, channel: Any, **options: Any) -> Any:
     """Train to the end of a stream, and return losses and weights."""
-    with Draft(settings(directory, steps=100, **options.pop("config", {})), store, channel, **options) as runner:
+    with Draft(
+        settings(directory, steps=100, **options.pop("config", {})), store, channel, **options
+    ) as runner:
         runner.train()
         return runner.end()
 
@@ -33,7 +35,9 @@ def run(directory: Path, store: Any, channel: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("saves", [{"async_enabled": False}, {"async_enabled": True}])
-def test_freed_samples_are_behind_the_checkpoint_on_the_disk(tmp_path: Path, saves: dict[str, Any]) -> None:
+def test_freed_samples_are_behind_the_checkpoint_on_the_disk(
+    tmp_path: Path, saves: dict[str, Any]
+) -> None:
     _, channel = stream(tmp_path)
     seen: list[tuple[int, int]] = []
 
@@ -66,7 +70,9 @@ def test_a_truncated_object_ends_the_run_by_its_sample_and_it_goes_on_when_the_f
     (file,) = (tmp_path / "one").rglob("*object-13.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[:length])
-    with pytest.raises(ValueError, match=rf"features of sample '13' in {re.escape(str(file))}. Received: a damaged"):
+    with pytest.raises(
+        ValueError, match=rf"features of sample '13' in {re.escape(str(file))}. Received: a damaged"
+    ):
         run(tmp_path / "one" / "draft", store, channel)
     assert channel.committed() == 8  # behind the last checkpoint, and nothing else
     file.write_bytes(whole)
@@ -84,7 +90,10 @@ def test_a_wrong_capture_is_named_by_its_sample_and_the_producer_goes_on_after_t
     class Spoilt(Target):
         def capture(self, batch: dict[str, Any]) -> Any:
             features = super().capture(batch)
-            rows = [{name: tensor[i] for name, tensor in features.items()} for i in range(len(batch["id"]))]
+            rows = [
+                {name: tensor[i] for name, tensor in features.items()}
+                for i in range(len(batch["id"]))
+            ]
             rows = [{**row, "id": index} for row, index in zip(rows, batch["id"], strict=True)]
             for row in rows:
                 if row.pop("id") == 9:
@@ -92,10 +101,17 @@ def test_a_wrong_capture_is_named_by_its_sample_and_the_producer_goes_on_after_t
             return rows
 
     store, channel = DirectoryStore(tmp_path / "store"), SQLiteChannel(tmp_path / "log.sqlite")
-    config = {"dir": str(tmp_path / "producer"), "auto_resume": True, "dataloader": {"batch_size": 4}}
+    config = {
+        "dir": str(tmp_path / "producer"),
+        "auto_resume": True,
+        "dataloader": {"batch_size": 4},
+    }
     options: dict[str, Any] = {"indices": range(12), "store": store, "channel": channel}
     with (
-        pytest.raises(ValueError, match=r"float32\[3\] as feature 'target' of sample '9'.*Received: float32\[2\]"),
+        pytest.raises(
+            ValueError,
+            match=r"float32\[3\] as feature 'target' of sample '9'.*Received: float32\[2\]",
+        ),
         Spoilt(config, **options) as spoilt,
     ):
         spoilt.produce()

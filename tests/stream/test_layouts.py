@@ -12,7 +12,14 @@ from support.layouts import LayoutRunner, Sentences
 from support.processes import run_processes
 from torch import Tensor
 
-from danling.stream import DirectoryStore, Sample, SampleRef, SQLiteChannel, StreamLoader, TensorSpec
+from danling.stream import (
+    DirectoryStore,
+    Sample,
+    SampleRef,
+    SQLiteChannel,
+    StreamLoader,
+    TensorSpec,
+)
 from danling.utils.tensors import canonical_name, whole
 
 SAMPLES = 21
@@ -37,7 +44,9 @@ class StreamedLayout(LayoutRunner):
         super().__init__(config, model={})
         del self.datasets["train"]
         store, channel = DirectoryStore(root / "store"), SQLiteChannel(root / "log.sqlite")
-        loader = StreamLoader(store, channel, batch_size, collate_fn=self.collate, prefetch=0, idle_timeout=60)
+        loader = StreamLoader(
+            store, channel, batch_size, collate_fn=self.collate, prefetch=0, idle_timeout=60
+        )
         self.dataloaders = {"train": loader}
         self.read: list[tuple[int, list[int]]] = []
 
@@ -64,7 +73,10 @@ def train(root: Path, axes: Mapping[str, int], batch_size: int) -> dict[str, Any
     }
     with StreamedLayout(config, root, batch_size) as runner:
         runner.train()
-        weights = {canonical_name(name): whole(value).clone() for name, value in runner.model_state_dict().items()}
+        weights = {
+            canonical_name(name): whole(value).clone()
+            for name, value in runner.model_state_dict().items()
+        }
         placement = runner.placement
         return {
             "weights": weights,
@@ -79,7 +91,11 @@ def train(root: Path, axes: Mapping[str, int], batch_size: int) -> dict[str, Any
 
 def complete_stream(root: Path) -> Path:
     """Put a complete stream below a directory."""
-    store, channel, sentences = DirectoryStore(root / "store"), SQLiteChannel(root / "log.sqlite"), Sentences(SAMPLES)
+    store, channel, sentences = (
+        DirectoryStore(root / "store"),
+        SQLiteChannel(root / "log.sqlite"),
+        Sentences(SAMPLES),
+    )
     for index in range(SAMPLES):
         features = dict(zip(("tokens", "target"), sentences[index]))
         store.put(str(index), features)
@@ -100,12 +116,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "name",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
 )
-def test_stream_on_a_mesh_equals_the_stream_of_one_process(tmp_path: Path, alone: dict[str, Any], name: str) -> None:
+def test_stream_on_a_mesh_equals_the_stream_of_one_process(
+    tmp_path: Path, alone: dict[str, Any], name: str
+) -> None:
     world, axes = LAYOUTS[name]
     shares = axes.get("shard", 1)
-    ranks = run_processes(train, complete_stream(tmp_path), axes, 4 // shares, world_size=world, timeout=120)
+    ranks = run_processes(
+        train, complete_stream(tmp_path), axes, 4 // shares, world_size=world, timeout=120
+    )
     # Every rank of a group that computes together reads the same samples in the same order; over the groups each is read once.
     groups: dict[int, Any] = {}
     for rank in ranks:
@@ -114,12 +135,18 @@ def test_stream_on_a_mesh_equals_the_stream_of_one_process(tmp_path: Path, alone
         if rank["reads"]:
             assert groups.setdefault(rank["share"], rank["read"]) == rank["read"]
         assert rank["results"].keys() == alone["results"].keys() == {2, 3}
-        assert rank["results"][3]["val"]["loss"] == pytest.approx(alone["results"][3]["val"]["loss"], abs=1e-9)
+        assert rank["results"][3]["val"]["loss"] == pytest.approx(
+            alone["results"][3]["val"]["loss"], abs=1e-9
+        )
     assert len(groups) == shares
     for step, window in enumerate((range(8), range(8, 16), range(16, SAMPLES))):
-        seen = {index for read in groups.values() for at, ids in read if at == step for index in ids}
+        seen = {
+            index for read in groups.values() for at, ids in read if at == step for index in ids
+        }
         assert seen == set(window)
-    found: dict[str, Tensor] = {key: value for rank in ranks for key, value in rank["weights"].items()}
+    found: dict[str, Tensor] = {
+        key: value for rank in ranks for key, value in rank["weights"].items()
+    }
     assert found.keys() == alone["weights"].keys()
     for key, weight in alone["weights"].items():
         torch.testing.assert_close(found[key], weight, rtol=0, atol=1e-9)

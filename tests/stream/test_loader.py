@@ -46,7 +46,12 @@ def runner(interval: int | None = None) -> Any:
 
 
 def read(
-    loader: StreamLoader, accum_steps: int = 1, run: Any = None, *, is_main: bool = True, **share: Any
+    loader: StreamLoader,
+    accum_steps: int = 1,
+    run: Any = None,
+    *,
+    is_main: bool = True,
+    **share: Any,
 ) -> list[Batch]:
     loader.bind_context(LoaderContext(Share(**share), accum_steps, is_main), run)
     return list(loader.micro_batches(read=True))
@@ -66,13 +71,22 @@ def as_they_are(samples: list[Sample]) -> list[Sample]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("samples", [24, 25, 1, 13])
-def test_ranks_read_each_sample_once_and_make_equally_many_micro_batches(samples: int, world_size: int) -> None:
+def test_ranks_read_each_sample_once_and_make_equally_many_micro_batches(
+    samples: int, world_size: int
+) -> None:
     store, channel = stream(samples)
     ranks = [
-        read(StreamLoader(store, channel, 2, collate_fn=as_they_are), rank=rank, world_size=world_size, accum_steps=2)
+        read(
+            StreamLoader(store, channel, 2, collate_fn=as_they_are),
+            rank=rank,
+            world_size=world_size,
+            accum_steps=2,
+        )
         for rank in range(world_size)
     ]
-    assert sorted(int(i) for rank in ranks for ids in ids_of(rank) for i in ids) == list(range(samples))
+    assert sorted(int(i) for rank in ranks for ids in ids_of(rank) for i in ids) == list(
+        range(samples)
+    )
     assert len({tuple((batch.total, batch.closes) for batch in rank) for rank in ranks}) == 1
     for number in range(len(ranks[0])):
         assert sum(rank[number].samples or 0 for rank in ranks) == ranks[0][number].total
@@ -94,11 +108,16 @@ def test_collate_draws_the_same_after_a_resume() -> None:
         return torch.stack([sample["input"] for sample in samples]) + torch.randn(len(samples), 4)
 
     store, channel = stream(12)
-    whole = [batch.data for batch in read(StreamLoader(store, channel, 2, collate_fn=noisy, retain="all"), seed=3)]
+    whole = [
+        batch.data
+        for batch in read(StreamLoader(store, channel, 2, collate_fn=noisy, retain="all"), seed=3)
+    ]
     torch.manual_seed(99)
     resumed = StreamLoader(store, channel, 2, collate_fn=noisy, retain="all", prefetch=0)
     resumed.load_state_dict({"epoch": 0, "consumed": 4, "last_id": "3", "skipped": 0})
-    assert torch.equal(torch.cat([batch.data for batch in read(resumed, seed=3)]), torch.cat(whole[2:]))
+    assert torch.equal(
+        torch.cat([batch.data for batch in read(resumed, seed=3)]), torch.cat(whole[2:])
+    )
 
 
 def test_a_window_opens_only_when_the_log_holds_all_of_it() -> None:
@@ -135,13 +154,16 @@ def test_a_stream_without_a_sample_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("retain", ["checkpoint", "step"])
-def test_unwritable_store_is_refused_before_training_if_features_are_freed(tmp_path: Path, retain: Any) -> None:
+def test_unwritable_store_is_refused_before_training_if_features_are_freed(
+    tmp_path: Path, retain: Any
+) -> None:
     channel = MemoryChannel()
     publish(DirectoryStore(tmp_path / "store"), channel, range(8))
     store = DirectoryStore(tmp_path / "store", read_only=True)
     with (
         pytest.raises(
-            ValueError, match="store that can be written.*Received: read_only=True, retain='.*Pass retain='all'"
+            ValueError,
+            match="store that can be written.*Received: read_only=True, retain='.*Pass retain='all'",
         ),
         Draft(settings(tmp_path), store, channel, retain=retain) as runner,
     ):
@@ -153,7 +175,9 @@ def test_unwritable_store_is_refused_before_training_if_features_are_freed(tmp_p
 
 def test_an_idle_log_is_named() -> None:
     store, channel = stream(1, end=False)
-    with pytest.raises(TimeoutError, match=r"samples 1 to 1 from the producer of stream a stream.*0.01 seconds"):
+    with pytest.raises(
+        TimeoutError, match=r"samples 1 to 1 from the producer of stream a stream.*0.01 seconds"
+    ):
         read(StreamLoader(store, channel, 2, idle_timeout=0.01))
 
 
@@ -166,7 +190,9 @@ def test_failed_producer_is_not_the_end_of_data(kind: str) -> None:
     batches = loader.micro_batches(read=True)
     # Whole windows are there for good, so they are trained on; the rest of one is not taken for the last.
     assert [next(batches).samples, next(batches).samples] == [2, 2]
-    with pytest.raises(RuntimeError, match=rf"it is {kind} after 5 samples, of which 4 .*no more disk.*Start the"):
+    with pytest.raises(
+        RuntimeError, match=rf"it is {kind} after 5 samples, of which 4 .*no more disk.*Start the"
+    ):
         next(batches)
     channel.reopen()
     channel.end()
@@ -193,7 +219,9 @@ def test_another_log_than_the_one_trained_on_is_refused() -> None:
     store, channel = stream(6)
     loader = StreamLoader(store, channel, 2)
     loader.load_state_dict({"epoch": 0, "consumed": 4, "last_id": "17", "skipped": 0})
-    with pytest.raises(ValueError, match="sample '17' at place 3. Received: sample '3' in a stream"):
+    with pytest.raises(
+        ValueError, match="sample '17' at place 3. Received: sample '3' in a stream"
+    ):
         read(loader)
     loader.load_state_dict({"epoch": 0, "consumed": 9, "last_id": "17", "skipped": 0})
     with pytest.raises(ValueError, match="Received: a log of 6 samples"):
@@ -205,7 +233,10 @@ def test_an_older_checkpoint_than_the_last_one_says_how_many_samples_are_gone() 
     channel.commit(6)
     older = StreamLoader(store, channel, 2)
     older.load_state_dict({"epoch": 0, "consumed": 2, "last_id": "1", "skipped": 0})
-    with pytest.raises(RuntimeError, match=r"from sample 2 on.*4 samples less.*before 6 were freed.*latest checkpoint"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"from sample 2 on.*4 samples less.*before 6 were freed.*latest checkpoint",
+    ):
         read(older)
 
 
@@ -217,7 +248,9 @@ def test_a_kill_between_freeing_and_the_watermark_is_a_gap_too(on_gap: Any) -> N
     loader = StreamLoader(store, channel, 2, retain="step", on_gap=on_gap, collate_fn=as_they_are)
     loader.load_state_dict({"epoch": 0, "consumed": 2, "last_id": "1", "skipped": 0})
     if on_gap == "error":
-        with pytest.raises(RuntimeError, match=r"from sample 2 on.*6 samples less.*before 8 were freed"):
+        with pytest.raises(
+            RuntimeError, match=r"from sample 2 on.*6 samples less.*before 8 were freed"
+        ):
             read(loader)
         return
     assert ids_of(read(loader)) == [["8", "9"], ["10", "11"]]
@@ -228,7 +261,11 @@ def test_a_kill_between_freeing_and_the_watermark_is_a_gap_too(on_gap: Any) -> N
 @pytest.mark.parametrize(
     ("retain", "unsaved", "expected"),
     [
-        ("checkpoint", 4, r"at least 16 samples ahead: these are 4 updates of 4.*max_in_flight=8.*checkpoint.interval"),
+        (
+            "checkpoint",
+            4,
+            r"at least 16 samples ahead: these are 4 updates of 4.*max_in_flight=8.*checkpoint.interval",
+        ),
         ("checkpoint", None, r"no save within a pass"),
         ("step", 4, None),
         ("all", 4, None),
@@ -321,7 +358,9 @@ def whole(tmp_path: Path) -> Iterator[Any]:
     yield run(tmp_path / "whole", stream(19))
 
 
-@pytest.mark.parametrize(("saves", "stop_at"), [({"async_enabled": False}, 3), ({"backend": "dcp"}, 1)])
+@pytest.mark.parametrize(
+    ("saves", "stop_at"), [({"async_enabled": False}, 3), ({"backend": "dcp"}, 1)]
+)
 def test_resumed_run_ends_as_the_uninterrupted_one(
     tmp_path: Path, whole: Any, saves: dict[str, Any], stop_at: int
 ) -> None:
@@ -351,10 +390,15 @@ def test_finished_stream_ends_the_run_as_its_budget_does(
     tmp_path: Path, interval: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "danling")
-    found, checkpoint = stream(19), {"interval": interval, "async_enabled": False, "last_save_model_only": True}
+    found, checkpoint = (
+        stream(19),
+        {"interval": interval, "async_enabled": False, "last_save_model_only": True},
+    )
     ends = []
     for steps in (5, 100):
-        config = settings(tmp_path / str(steps), steps=steps, checkpoint=checkpoint, dataloader={"batch_size": 5})
+        config = settings(
+            tmp_path / str(steps), steps=steps, checkpoint=checkpoint, dataloader={"batch_size": 5}
+        )
         with Validated(config, *(found if steps == 100 else stream(19))) as runner:
             runner.train()
             assert (runner.state.train.global_step, runner.state.train.samples) == (5, 19)
@@ -364,7 +408,10 @@ def test_finished_stream_ends_the_run_as_its_budget_does(
     assert ends[0][:3] == ends[1][:3]
     assert_same(([], ends[1][3]), ([], ends[0][3]))
     assert found[0].usage() == 0
-    assert caplog.text.count("The stream of samples ended at update 5 of 100: the run ends there.") == 1
+    assert (
+        caplog.text.count("The stream of samples ended at update 5 of 100: the run ends there.")
+        == 1
+    )
     with Validated(config, *found) as again:
         again.train()
         assert again.state.train.global_step == 5
@@ -379,7 +426,12 @@ def test_run_with_another_log_leaves_it_unchanged(tmp_path: Path, steps: int) ->
     publish(store, channel, range(100, 119), end=False)
     before = store.usage()
     another = Draft(settings(tmp_path, steps=200), store, channel)
-    with pytest.raises(ValueError, match=r"Expected the log that this run was trained on.*in another stream"), another:
+    with (
+        pytest.raises(
+            ValueError, match=r"Expected the log that this run was trained on.*in another stream"
+        ),
+        another,
+    ):
         another.train()
     assert (store.usage(), channel.committed()) == (before, 0)
     assert channel.claim("a run that has not begun")
@@ -392,13 +444,17 @@ def test_runner_without_training_leaves_the_stream_to_its_trainer(tmp_path: Path
     publish(store, trainer, range(19), end=False)
     trainer.claim("its run")
     before = store.usage()
-    with Draft(settings(tmp_path / "run", steps=3), store, FileChannel(tmp_path / "log")) as looking:
+    with Draft(
+        settings(tmp_path / "run", steps=3), store, FileChannel(tmp_path / "log")
+    ) as looking:
         assert looking.state.train.global_step == 3
     assert (store.usage(), trainer.committed()) == (before, 0)
 
 
 def test_finished_run_frees_the_remains_of_a_kill(tmp_path: Path) -> None:
-    for _ in range(2):  # the second time, as if it had been killed between its last checkpoint and the freeing
+    for _ in range(
+        2
+    ):  # the second time, as if it had been killed between its last checkpoint and the freeing
         store, channel = stream(19)
         with Draft(settings(tmp_path, steps=3), store, channel) as runner:
             runner.train()
@@ -423,7 +479,9 @@ def test_pass_left_early_is_followed_by_a_whole_one_if_features_are_kept() -> No
     loader.close()
 
 
-def test_without_prefetch_features_are_read_in_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_prefetch_features_are_read_in_the_training_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A store may belong to one thread."""
     store, channel = stream(4)
     get, threads = store.get, set()
@@ -447,7 +505,10 @@ def test_a_gap_after_a_crash(tmp_path: Path, on_gap: Any, caplog: pytest.LogCapt
         first.train()
     second = Draft(config, *found, retain="step", on_gap=on_gap)
     if on_gap == "error":
-        with pytest.raises(RuntimeError, match=r"from sample 8 on.*4 samples less.*on_gap='skip'"), second:
+        with (
+            pytest.raises(RuntimeError, match=r"from sample 8 on.*4 samples less.*on_gap='skip'"),
+            second,
+        ):
             second.train()
         return
     with second:
@@ -456,7 +517,10 @@ def test_a_gap_after_a_crash(tmp_path: Path, on_gap: Any, caplog: pytest.LogCapt
         assert loader.skipped == 4
         assert second.state.train.samples == 15
         assert loader.state_dict()["skipped"] == 4
-    assert "4 samples behind the checkpoint were freed at their updates; they are skipped (4 in this run" in caplog.text
+    assert (
+        "4 samples behind the checkpoint were freed at their updates; they are skipped (4 in this run"
+        in caplog.text
+    )
 
 
 def test_evaluation_reads_a_fixed_list(tmp_path: Path) -> None:
@@ -489,12 +553,16 @@ def test_the_stream_is_among_the_metrics_and_in_the_progress_line(
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     shown = {line["step"]: line for line in lines if "train/stream_bytes" in line}
     assert [shown[step]["train/stream_in_flight"] for step in range(1, 6)] == [19, 19, 11, 11, 3]
-    assert [shown[step]["train/stream_bytes"] for step in range(1, 6)] == [n * size for n in (19, 19, 11, 11, 3)]
+    assert [shown[step]["train/stream_bytes"] for step in range(1, 6)] == [
+        n * size for n in (19, 19, 11, 11, 3)
+    ]
     assert all(line["train/stream_wait_seconds"] >= 0 for line in shown.values())
     assert "in_flight 19" in caplog.text
 
 
-def test_two_streams_of_a_run_have_metrics_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_streams_of_a_run_have_metrics_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "danling")
     text, code = stream(8), stream(5)
 

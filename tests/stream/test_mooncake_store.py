@@ -66,7 +66,9 @@ def test_recently_read_object_is_freed_all_the_same(store: MooncakeStore) -> Non
     store.put("a", tensors)
     store.get(reference("a", tensors))
     assert store._store.is_exist(store._key("a")) == 1
-    assert store._store.remove(store._key("a")) == -706  # the lease of a process that has read or asked
+    assert (
+        store._store.remove(store._key("a")) == -706
+    )  # the lease of a process that has read or asked
     store.discard(["a"])
     assert store.usage() == 0
     with pytest.raises(KeyError, match="sample 'sample 7'.*no object 'a'"):
@@ -76,7 +78,9 @@ def test_recently_read_object_is_freed_all_the_same(store: MooncakeStore) -> Non
 @needs_mooncake
 def test_full_memory_is_an_error_at_once_and_pushes_nothing_out(store: MooncakeStore) -> None:
     tensors = {"x": torch.arange(200_000)}
-    with pytest.raises(BufferError, match="room for object '.*' of 1600.* bytes.*Received: it is full. Lend more"):
+    with pytest.raises(
+        BufferError, match="room for object '.*' of 1600.* bytes.*Received: it is full. Lend more"
+    ):
         for index in range(100):
             store.put(str(index), tensors)
     assert 8 <= index < 11
@@ -113,7 +117,9 @@ def test_partial_object_of_a_killed_writer_is_no_object_and_is_put_again() -> No
         with pytest.raises(KeyError, match="no object 'a'"):
             store.get(reference("a", tensors))
         store.discard(["a"])
-        assert store._store.put(store._key("a"), b"x") == 0  # Mooncake itself says that it has put it, and has not
+        assert (
+            store._store.put(store._key("a"), b"x") == 0
+        )  # Mooncake itself says that it has put it, and has not
         with pytest.raises(KeyError, match="no object 'a'"):
             store.get(reference("a", tensors))
         store.put("a", tensors)
@@ -136,7 +142,9 @@ def test_read_object_is_not_overwritten_by_the_next_read(store: MooncakeStore) -
 
 
 @needs_mooncake
-def test_streams_with_names_of_their_own_share_a_server(master: tuple[str, str], store: MooncakeStore) -> None:
+def test_streams_with_names_of_their_own_share_a_server(
+    master: tuple[str, str], store: MooncakeStore
+) -> None:
     other = MooncakeStore(master[0], namespace="another stream", metrics=master[1])
     store.put("a", {"x": torch.ones(100)})
     other.put("a", {"x": torch.zeros(200)})
@@ -161,14 +169,18 @@ def test_missing_server_is_named_at_once() -> None:
     (port,) = free_ports(1)
     start = time.monotonic()
     for address in (f"127.0.0.1:{port}", "nowhere", "127.0.0.1:"):
-        with pytest.raises(ConnectionError, match=f"Expected mooncake_master at '{address}'. Received: .*Start it"):
+        with pytest.raises(
+            ConnectionError, match=f"Expected mooncake_master at '{address}'. Received: .*Start it"
+        ):
             MooncakeStore(address)
     assert time.monotonic() - start < 30  # Mooncake itself tries for 90 seconds
 
 
 @needs_mooncake
 def test_too_little_lent_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match="no memory or at least 16777216 bytes of it. Received: lend_bytes=1000"):
+    with pytest.raises(
+        ValueError, match="no memory or at least 16777216 bytes of it. Received: lend_bytes=1000"
+    ):
         MooncakeStore("127.0.0.1:1", lend_bytes=1000)
 
 
@@ -184,7 +196,8 @@ def test_dead_server_is_named_by_an_error() -> None:
         lambda: store.discard(["a"]),
     ):
         with pytest.raises(
-            OSError, match=f"Mooncake at {address}. Received: its error -[0-9]+. See to it that the master runs"
+            OSError,
+            match=f"Mooncake at {address}. Received: its error -[0-9]+. See to it that the master runs",
         ):
             call()
     with pytest.raises(OSError):
@@ -224,7 +237,10 @@ def test_a_pool_uses_memory_again_and_keeps_no_more_than_it_was_told() -> None:
         places = {first.data_ptr(), second.data_ptr()}
         assert store.memory == dict.fromkeys(places, 65_536)
     with pool.lease(65_537) as third, pool.lease(1_000_000) as fourth, pool.lease(10) as again:
-        assert (third.numel(), fourth.numel()) == (131_072, 1_048_576) and again.data_ptr() in places
+        assert (third.numel(), fourth.numel()) == (
+            131_072,
+            1_048_576,
+        ) and again.data_ptr() in places
     assert sum(store.memory.values()) <= 300_000
     pool.close()
     assert store.memory == {}
@@ -243,5 +259,7 @@ def test_any_flipped_bit_is_damage_or_padding() -> None:
         except ValueError:
             refused += 1
         else:
-            assert list(found) == list(tensors) and all(torch.equal(found[name], tensors[name]) for name in tensors)
+            assert list(found) == list(tensors) and all(
+                torch.equal(found[name], tensors[name]) for name in tensors
+            )
     assert refused > 8 * (16 + 24 + 8), "at least the beginning and the values"

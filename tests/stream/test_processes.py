@@ -32,7 +32,9 @@ def produce(root: Path, kind: str) -> int:
     """Produce all points that are not there yet."""
     config = {"dir": str(root / "producer"), "auto_resume": True, "dataloader": {"batch_size": 4}}
     store, channel = DirectoryStore(root / "store"), channel_of(root, kind)
-    with Target(config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=16) as target:
+    with Target(
+        config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=16
+    ) as target:
         return target.produce()
 
 
@@ -55,7 +57,9 @@ def alone(tmp_path: Path, *, dropout: float = 0.2, **changes: Any) -> Any:
     """Train in this process on a stream that is complete."""
     store, channel = MemoryStore(), MemoryChannel()
     config = {"dir": str(tmp_path / "alone" / "producer"), "dataloader": {"batch_size": 4}}
-    with Target(config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=None) as target:
+    with Target(
+        config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=None
+    ) as target:
         target.produce()
     config = settings(tmp_path / "alone" / "draft", **{"steps": 100, **changes})
     with Draft(config, store, channel, dropout=dropout) as runner:
@@ -82,9 +86,13 @@ class Side:
         arguments: With what.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(
+        self, pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any
+    ) -> None:
         self._stop = threading.Event()
-        self._outcome = pool.submit(run_outcomes, function, *arguments, world_size=1, timeout=200, stop=self._stop)
+        self._outcome = pool.submit(
+            run_outcomes, function, *arguments, world_size=1, timeout=200, stop=self._stop
+        )
 
     def kill(self) -> None:
         self._stop.set()
@@ -194,7 +202,9 @@ def test_from_one_rank_to_two_to_three_the_order_stays(tmp_path: Path) -> None:
             assert all(torch.equal(weights[name], ranks[0][1][name]) for name in weights)
             assert (consumed, samples) == (ranks[0][2], ranks[0][3])
     windows = [range(12), range(12, 24), range(24, 36), range(36, SAMPLES)]
-    assert [sorted(map(int, seen[step])) for step in sorted(seen)] == [list(window) for window in windows]
+    assert [sorted(map(int, seen[step])) for step in sorted(seen)] == [
+        list(window) for window in windows
+    ]
     assert (consumed, samples) == (0, SAMPLES)  # at the beginning of a pass that does not come
     assert_nothing_left(tmp_path, "sqlite")
     whole = alone(tmp_path, dropout=0.0, accum_steps=6)[1]
@@ -206,7 +216,9 @@ def produce_all(root: Path) -> None:
     """Produce all points, in this process."""
     config = {"dir": str(root / "producer"), "dataloader": {"batch_size": 4}}
     store, channel = DirectoryStore(root / "store"), channel_of(root, "sqlite")
-    with Target(config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=None) as target:
+    with Target(
+        config, indices=range(SAMPLES), store=store, channel=channel, max_in_flight=None
+    ) as target:
         target.produce()
     channel.close()
 
@@ -240,11 +252,17 @@ def signalled_in_a_wait(root: Path, comes: bool) -> tuple[object, int, int]:
         code = ended.code
     (latest,) = (root / "draft" / "checkpoints").glob("latest.pth")
     payload = torch.load(latest, weights_only=True)
-    return code, payload["state"]["train"]["global_step"], payload["dataloaders"]["train"]["consumed"]
+    return (
+        code,
+        payload["state"]["train"]["global_step"],
+        payload["dataloaders"]["train"]["consumed"],
+    )
 
 
 @pytest.mark.parametrize(("world_size", "comes"), [(1, False), (2, False), (2, True)])
-def test_a_signal_ends_a_wait_for_samples_with_a_checkpoint(tmp_path: Path, world_size: int, comes: bool) -> None:
+def test_a_signal_ends_a_wait_for_samples_with_a_checkpoint(
+    tmp_path: Path, world_size: int, comes: bool
+) -> None:
     channel = channel_of(tmp_path, "sqlite")
     publish(DirectoryStore(tmp_path / "store"), channel, range(6), end=False)
     channel.close()

@@ -31,7 +31,9 @@ def captured(number: int, width: int = 4) -> Captured:
     return Captured(str(number), {"x": torch.full((width,), float(number))}, {})
 
 
-def production(store: Any, channel: Any, *samples: Captured, max_in_flight: int | None = None) -> Production:
+def production(
+    store: Any, channel: Any, *samples: Captured, max_in_flight: int | None = None
+) -> Production:
     """Return a pass that makes these samples as one batch."""
     return Production(store, channel, iter([list(samples)]), max_in_flight=max_in_flight)
 
@@ -70,10 +72,16 @@ class Divided(torch.Tensor):
 @pytest.mark.parametrize(
     ("features", "message"),
     [
-        ({"x": torch.zeros(3, 2)}, r"'x' with the 2 samples of the batch.*shape \(3, 2\).*begins with sample 'a'"),
+        (
+            {"x": torch.zeros(3, 2)},
+            r"'x' with the 2 samples of the batch.*shape \(3, 2\).*begins with sample 'a'",
+        ),
         ({"x": torch.zeros(())}, r"'x' with the 2 samples"),
         ({"x": 3}, r"tensors by name in the batch that begins with sample 'a'. Received: 'x': int"),
-        ([{"x": torch.zeros(2)}, {"x": None}], r"tensors by name in sample 'b'. Received: 'x': NoneType"),
+        (
+            [{"x": torch.zeros(2)}, {"x": None}],
+            r"tensors by name in sample 'b'. Received: 'x': NoneType",
+        ),
         ([{"x": torch.zeros(2)}], r"for each of 2 samples. Received: 1 items"),
         (torch.zeros(2), r"Received: Tensor"),
         (torch.empty(2, 3, device="meta").unbind(), r"Received: 2 items"),
@@ -81,7 +89,10 @@ class Divided(torch.Tensor):
             {"x": torch.empty(2, 3, device="meta")},
             r"dense, whole tensors by name in the batch.*sample 'a'. Received: 'x': a meta",
         ),
-        ({"x": torch.zeros(2, 3).as_subclass(Divided)}, r"whole tensors.*sample 'a'.*'x': a Divided.*full_tensor"),
+        (
+            {"x": torch.zeros(2, 3).as_subclass(Divided)},
+            r"whole tensors.*sample 'a'.*'x': a Divided.*full_tensor",
+        ),
     ],
 )
 def test_features_of_a_wrong_form_are_refused(features: object, message: str) -> None:
@@ -118,17 +129,26 @@ def test_id_outside_the_format_is_refused_before_the_sample_is_made(tmp_path: Pa
     ("sample", "received"),
     [
         (Captured("s", {}, {}), "none"),
-        (Captured("s", {"x": torch.ones(1)}, {"max_in_flight": 3}), "metadata with 'max_in_flight'"),
+        (
+            Captured("s", {"x": torch.ones(1)}, {"max_in_flight": 3}),
+            "metadata with 'max_in_flight'",
+        ),
     ],
 )
-def test_sample_without_features_or_with_reserved_keys_is_refused(sample: Captured, received: str) -> None:
-    with pytest.raises(ValueError, match=f"Expected features of sample 's', and metadata.*Received: {received}"):
+def test_sample_without_features_or_with_reserved_keys_is_refused(
+    sample: Captured, received: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"Expected features of sample 's', and metadata.*Received: {received}"
+    ):
         publish(MemoryStore(), MemoryChannel(), sample)
 
 
 def test_unsupported_dtype_is_named_with_its_sample(tmp_path: Path) -> None:
     sample = Captured("s", {"x": torch.zeros(2, dtype=torch.complex128)}, {})
-    with pytest.raises(TypeError, match="'x' of torch.complex128.*view_as_real. It holds sample 's'"):
+    with pytest.raises(
+        TypeError, match="'x' of torch.complex128.*view_as_real. It holds sample 's'"
+    ):
         publish(DirectoryStore(tmp_path), MemoryChannel(), sample)
 
 
@@ -144,9 +164,15 @@ FIRST = {"h": spec(5, 8), "ids": spec(5, dtype="int64"), "mask": spec(5), "x": s
     [
         ({}, None),
         ({"h": spec(7, 8), "ids": spec(7, dtype="int64"), "mask": spec(7)}, None),
-        ({"h": spec(5, 9)}, r"float32\[5, 8\] as feature 'h' of sample 's'.*width.*Received: float32\[5, 9\]"),
+        (
+            {"h": spec(5, 9)},
+            r"float32\[5, 8\] as feature 'h' of sample 's'.*width.*Received: float32\[5, 9\]",
+        ),
         ({"x": spec(3)}, r"float32\[2\] as feature 'x'.*Received: float32\[3\]"),
-        ({"h": spec(8)}, r"float32\[5, 8\] as feature 'h'.*number of dimensions.*Received: float32\[8\]"),
+        (
+            {"h": spec(8)},
+            r"float32\[5, 8\] as feature 'h'.*number of dimensions.*Received: float32\[8\]",
+        ),
         ({"ids": spec(5)}, r"int64\[5\] as feature 'ids'.*dtype.*Received: float32\[5\]"),
         ({"x": None}, r"float32\[2\] as feature 'x'.*Received: nothing"),
         ({"y": spec(2)}, r"nothing as feature 'y'.*Received: float32\[2\]"),
@@ -267,8 +293,12 @@ def test_store_emptied_during_the_question_is_seen() -> None:
 
 
 def test_producer_without_credit_names_the_stream() -> None:
-    way = production(MemoryStore(), MemoryChannel("a stream"), captured(0), captured(1), max_in_flight=1)
-    with pytest.raises(TimeoutError, match="trainer of stream a stream.*1 samples in flight.*max_in_flight"):
+    way = production(
+        MemoryStore(), MemoryChannel("a stream"), captured(0), captured(1), max_in_flight=1
+    )
+    with pytest.raises(
+        TimeoutError, match="trainer of stream a stream.*1 samples in flight.*max_in_flight"
+    ):
         run(way, 0.01)
     assert way.waited > 0
 
@@ -305,7 +335,11 @@ def test_restarted_producer_captures_only_missing_samples(tmp_path: Path) -> Non
     ):
         failing.produce()
     end = channel.ended()
-    assert end is not None and (end.kind, end.published, end.reason) == ("failed", 8, "ValueError: no more light")
+    assert end is not None and (end.kind, end.published, end.reason) == (
+        "failed",
+        8,
+        "ValueError: no more light",
+    )
     with producer(tmp_path, store=store, channel=channel) as target:
         assert target.produce() == 2
         assert target.captured == [8, 9]
@@ -313,20 +347,25 @@ def test_restarted_producer_captures_only_missing_samples(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("before", [0, 2])
-def test_repeated_ids_are_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int) -> None:
+def test_repeated_ids_are_named_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int
+) -> None:
     class Numbered(Target):
         def sample_ids(self, batch: Any) -> list[int]:
             return list(range(len(batch["id"])))
 
     store, channel = MemoryStore(), MemoryChannel("a stream")
     if before:
-        with producer(tmp_path, Numbered, store=store, channel=channel, indices=range(before), parts=2) as target:
+        with producer(
+            tmp_path, Numbered, store=store, channel=channel, indices=range(before), parts=2
+        ) as target:
             target.produce()
     assert "more than once" not in caplog.text
     with producer(tmp_path, Numbered, store=store, channel=channel, part=1, parts=2) as target:
         assert target.produce() == 4 - before
     assert (
-        "6 samples were left out, since their ids came more than once in the pass: the log of stream a" in caplog.text
+        "6 samples were left out, since their ids came more than once in the pass: the log of stream a"
+        in caplog.text
     )
     assert caplog.text.count("more than once") == 1 and "The last one was '1'" in caplog.text
 
@@ -351,12 +390,19 @@ def test_missing_override_is_named(tmp_path: Path) -> None:
 # Together
 
 
-def together(tmp_path: Path, *, max_in_flight: int | None, kind: type[Target] = Target, **changes: Any) -> Any:
+def together(
+    tmp_path: Path, *, max_in_flight: int | None, kind: type[Target] = Target, **changes: Any
+) -> Any:
     """Train a draft on what a producer makes in the same process; return its end, the store and the log."""
     store, channel = MemoryStore(), MemoryChannel()
     with (
         producer(
-            tmp_path, kind, store=store, channel=channel, max_in_flight=max_in_flight, indices=range(19)
+            tmp_path,
+            kind,
+            store=store,
+            channel=channel,
+            max_in_flight=max_in_flight,
+            indices=range(19),
         ) as target,
         Draft(settings(tmp_path / "draft", **changes), store, channel, idle_timeout=5) as draft,
     ):
@@ -369,7 +415,9 @@ def test_trainer_ending_first_stops_the_producer_for_now(tmp_path: Path) -> None
     assert channel.ended().kind == "stopped"
     assert channel.committed() == 12
     with (
-        producer(tmp_path, store=store, channel=channel, max_in_flight=8, indices=range(19)) as target,
+        producer(
+            tmp_path, store=store, channel=channel, max_in_flight=8, indices=range(19)
+        ) as target,
         Draft(settings(tmp_path / "draft", steps=3), store, channel) as draft,
     ):
         draft.train()
@@ -392,7 +440,9 @@ def test_error_of_a_producer_is_the_cause(tmp_path: Path) -> None:
 def test_error_of_a_trainer_is_in_the_log(tmp_path: Path) -> None:
     store, channel = MemoryStore(), MemoryChannel()
     with (
-        producer(tmp_path, store=store, channel=channel, max_in_flight=8, indices=range(19)) as target,
+        producer(
+            tmp_path, store=store, channel=channel, max_in_flight=8, indices=range(19)
+        ) as target,
         Draft(settings(tmp_path / "draft"), store, channel, stop_at=1) as draft,
     ):
         with pytest.raises(Stopped):
@@ -422,7 +472,9 @@ def test_producer_logs_its_samples_and_its_waits(tmp_path: Path) -> None:
 
 def produce_on_a_mesh(root: str, stack: str) -> Any:
     """Produce on two ranks: with a target of its own on each, or divided over both."""
-    axes: dict[str, Any] = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}} if stack == "fsdp" else {}
+    axes: dict[str, Any] = (
+        {"stack": "parallel", "parallel": {"axes": {"shard": 2}}} if stack == "fsdp" else {}
+    )
     config = {"dir": str(Path(root) / "producer"), "dataloader": {"batch_size": 2}, **axes}
     store, channel = DirectoryStore(Path(root) / "store"), SQLiteChannel(Path(root) / "log.sqlite")
     # Rank 0 finds its first samples in the log, and makes the forward of the divided target all the same.
@@ -462,7 +514,9 @@ def test_a_producer_of_sequences_pads_nothing(tmp_path: Path) -> None:
         def __init__(self, **options: Any) -> None:
             super().__init__({"dir": str(tmp_path)}, **options)
             self.model = torch.nn.Embedding(9, 4)
-            self.datasets = {"predict": [{"id": i, "tokens": torch.full((n,), i)} for i, n in enumerate(lengths)]}
+            self.datasets = {
+                "predict": [{"id": i, "tokens": torch.full((n,), i)} for i, n in enumerate(lengths)]
+            }
 
         def build_datasampler(self, split: str, dataset: Any) -> Any:
             return EqualLengthBatches(lengths, 2)
@@ -490,13 +544,19 @@ def produce_until_killed(root: str) -> str:
     """Leave features in the store of which the log knows nothing; return why."""
     config = {"dir": str(Path(root) / "producer"), "dataloader": {"batch_size": 2}}
     store, channel = DirectoryStore(Path(root) / "store"), Unreachable(Path(root) / "log.sqlite")
-    with pytest.raises(OSError) as caught, Target(config, indices=range(8), store=store, channel=channel) as target:
+    with (
+        pytest.raises(OSError) as caught,
+        Target(config, indices=range(8), store=store, channel=channel) as target,
+    ):
         target.produce()
     return str(caught.value)
 
 
 def test_remains_of_two_ranks_in_the_store_are_found_by_one(tmp_path: Path) -> None:
-    assert run_processes(produce_until_killed, str(tmp_path), world_size=2, timeout=100) == ["killed"] * 2
+    assert (
+        run_processes(produce_until_killed, str(tmp_path), world_size=2, timeout=100)
+        == ["killed"] * 2
+    )
     store, channel = DirectoryStore(tmp_path / "store"), SQLiteChannel(tmp_path / "log.sqlite")
     assert len(list((tmp_path / "store").rglob("*.safetensors"))) == 4
     with producer(tmp_path / "again", store=store, channel=channel, indices=range(8)) as target:
@@ -517,7 +577,9 @@ class Signalled(Target):
 
 def produce_until_signalled(root: str, stack: str) -> tuple[object, bool, int]:
     """Produce until a signal comes; return the exit code, whether the log is open, and what is in it."""
-    axes: dict[str, Any] = {"stack": "parallel", "parallel": {"axes": {"shard": 2}}} if stack == "fsdp" else {}
+    axes: dict[str, Any] = (
+        {"stack": "parallel", "parallel": {"axes": {"shard": 2}}} if stack == "fsdp" else {}
+    )
     config = {"dir": str(Path(root) / "producer"), "dataloader": {"batch_size": 2}, **axes}
     store, channel = DirectoryStore(Path(root) / "store"), SQLiteChannel(Path(root) / "log.sqlite")
     code: object = None
@@ -530,8 +592,12 @@ def produce_until_signalled(root: str, stack: str) -> tuple[object, bool, int]:
 
 
 @pytest.mark.parametrize(("stack", "world_size"), [("ddp", 1), ("fsdp", 2)])
-def test_a_signal_stops_a_producer_and_leaves_the_log_open(tmp_path: Path, stack: str, world_size: int) -> None:
-    ranks = run_processes(produce_until_signalled, str(tmp_path), stack, world_size=world_size, timeout=100)
+def test_a_signal_stops_a_producer_and_leaves_the_log_open(
+    tmp_path: Path, stack: str, world_size: int
+) -> None:
+    ranks = run_processes(
+        produce_until_signalled, str(tmp_path), stack, world_size=world_size, timeout=100
+    )
     for code, is_open, published in ranks:
         assert (code, is_open) == (143, True)
         assert 0 < published < 32
@@ -580,7 +646,9 @@ def produce_until_signalled_in_a_wait(root: str, in_wait: bool) -> tuple[object,
     store, channel = DirectoryStore(Path(root) / "store"), Signalling(Path(root) / "log.sqlite")
     code: object = None
     try:
-        with Capturing(config, indices=range(32), store=store, channel=channel, idle_timeout=20) as target:
+        with Capturing(
+            config, indices=range(32), store=store, channel=channel, idle_timeout=20
+        ) as target:
             target.in_wait = in_wait
             # With a signal in its forward, the last rank has credit for it.
             target.max_in_flight = None if target.rank == 1 and not in_wait else 4
@@ -591,8 +659,12 @@ def produce_until_signalled_in_a_wait(root: str, in_wait: bool) -> tuple[object,
 
 
 @pytest.mark.parametrize("in_wait", [True, False])
-def test_a_signal_on_one_rank_of_a_mesh_ends_the_wait_for_credit_of_all(tmp_path: Path, in_wait: bool) -> None:
-    ranks = run_processes(produce_until_signalled_in_a_wait, str(tmp_path), in_wait, world_size=2, timeout=60)
+def test_a_signal_on_one_rank_of_a_mesh_ends_the_wait_for_credit_of_all(
+    tmp_path: Path, in_wait: bool
+) -> None:
+    ranks = run_processes(
+        produce_until_signalled_in_a_wait, str(tmp_path), in_wait, world_size=2, timeout=60
+    )
     assert [rank[:2] for rank in ranks] == [(143, True)] * 2
     assert max(rank[2] for rank in ranks) == (4 if in_wait else 6)
     store, channel = DirectoryStore(tmp_path / "store"), SQLiteChannel(tmp_path / "log.sqlite")

@@ -8,11 +8,15 @@ import torch
 from danling.stream import SampleRef, TensorSpec
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.float32, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.bool, torch.int64, torch.float32, torch.complex64]
+)
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
 def test_a_reference_comes_back_from_its_line(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.zeros(shape, dtype=dtype)
-    ref = SampleRef("prompt 7\n", "a1", {"hidden": TensorSpec.of(tensor)}, {"version": 3, "source": "naïve"})
+    ref = SampleRef(
+        "prompt 7\n", "a1", {"hidden": TensorSpec.of(tensor)}, {"version": 3, "source": "naïve"}
+    )
     assert "\n" not in ref.to_json()
     assert SampleRef.from_json(ref.to_json()) == ref
     assert ref.nbytes == tensor.nbytes and ref.tensors["hidden"].torch_dtype is dtype
@@ -37,7 +41,8 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["", "{}", '{"id":"a","object":"b","tensors":{"x":[[1],"float32"]}', '{"id":1}', "[]", "null"]
+    "line",
+    ["", "{}", '{"id":"a","object":"b","tensors":{"x":[[1],"float32"]}', '{"id":1}', "[]", "null"],
 )
 def test_line_without_a_reference_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match="Expected the reference of a sample as one line of JSON"):
@@ -46,5 +51,7 @@ def test_line_without_a_reference_is_refused(line: str) -> None:
 
 def test_ids_are_strings() -> None:
     for ids in ((1, "a"), ("a", None)):
-        with pytest.raises(TypeError, match="Expected strings as the ids of a sample and of its object"):
+        with pytest.raises(
+            TypeError, match="Expected strings as the ids of a sample and of its object"
+        ):
             SampleRef(*ids, {})  # type: ignore[arg-type]

@@ -31,11 +31,15 @@ class AnyDraft(dl.Runner):
 
     def __init__(self, config: Mapping[str, Any], root: Path, *, stop_at: int | None) -> None:
         super().__init__(config)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.model = nn.Sequential(
+            nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+        )
         self.criterion = nn.MSELoss()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         store, channel = DirectoryStore(root / "store"), SQLiteChannel(root / "log.sqlite")
-        self.dataloaders = {"train": StreamLoader(store, channel, 2, global_batch_size=4, idle_timeout=60)}
+        self.dataloaders = {
+            "train": StreamLoader(store, channel, 2, global_batch_size=4, idle_timeout=60)
+        }
         self.stop_at = stop_at
 
     def to_device(self, data: Any) -> Any:
@@ -44,14 +48,19 @@ class AnyDraft(dl.Runner):
         return super().to_device(data)
 
 
-def train(root: Path, layout: Mapping[str, Any], stop_at: int | None) -> tuple[dict[str, Tensor], int, int]:
+def train(
+    root: Path, layout: Mapping[str, Any], stop_at: int | None
+) -> tuple[dict[str, Tensor], int, int]:
     """Train as one rank; return the weights, updates and samples."""
     saves = {"interval": 2, "async_enabled": False}
     config = settings(root / "draft", steps=6, accum_steps=1, checkpoint=saves, **layout)
     runner = AnyDraft(config, root, stop_at=stop_at)
     with suppress(Stopped), runner:
         runner.train()
-        weights = {canonical_name(name): whole(value).clone() for name, value in runner.model_state_dict().items()}
+        weights = {
+            canonical_name(name): whole(value).clone()
+            for name, value in runner.model_state_dict().items()
+        }
         return weights, runner.state.train.global_step, runner.state.train.samples
     return {}, runner.state.train.global_step, runner.state.train.samples
 
@@ -64,7 +73,8 @@ def complete_stream(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "name",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
 )
 def test_a_stream_on_two_ranks_of_every_stack(tmp_path: Path, name: str) -> None:
     if name in STACKS and not STACKS[name].is_here:

@@ -15,10 +15,21 @@ from support.processes import fork, wait
 from support.streams import reference
 from torch import Tensor
 
-from danling.stream import DirectoryStore, FeatureStore, MemoryStore, MooncakeStore, SampleRef, TensorSpec
+from danling.stream import (
+    DirectoryStore,
+    FeatureStore,
+    MemoryStore,
+    MooncakeStore,
+    SampleRef,
+    TensorSpec,
+)
 
 Make = Callable[..., FeatureStore]
-KINDS = ["memory", "directory", pytest.param("mooncake", marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT))]
+KINDS = [
+    "memory",
+    "directory",
+    pytest.param("mooncake", marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +44,9 @@ def mooncake_store() -> Iterator[MooncakeStore | None]:
 
 
 @pytest.fixture(params=KINDS)
-def make(request: pytest.FixtureRequest, tmp_path: Path, mooncake_store: MooncakeStore | None) -> Iterator[Make]:
+def make(
+    request: pytest.FixtureRequest, tmp_path: Path, mooncake_store: MooncakeStore | None
+) -> Iterator[Make]:
     made: list[FeatureStore] = []
 
     def memory(**options: int) -> FeatureStore:
@@ -103,7 +116,12 @@ def test_an_object_comes_back_bit_for_bit_in_memory_of_its_own(make: Make) -> No
 def test_views_and_tensors_with_a_gradient_are_stored_by_value(make: Make) -> None:
     store = make()
     base = torch.arange(12.0).reshape(3, 4)
-    tensors = {"t": base.t(), "part": base[1:, ::2], "same": base.t(), "leaf": torch.ones(2, requires_grad=True)}
+    tensors = {
+        "t": base.t(),
+        "part": base[1:, ::2],
+        "same": base.t(),
+        "leaf": torch.ones(2, requires_grad=True),
+    }
     store.put("a", tensors)
     found = store.get(reference("a", tensors))
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
@@ -143,7 +161,10 @@ def test_the_same_bytes_again_are_no_error_and_other_bytes_are_refused(make: Mak
     store.put("a", tensors)
     assert store.usage() == usage
     for other in (features(1), features(0, rows=2), {**tensors, "more": torch.ones(1)}, {}):
-        with pytest.raises(ValueError, match="Expected a name that no object.*Received: 'a', which holds other bytes"):
+        with pytest.raises(
+            ValueError,
+            match="Expected a name that no object.*Received: 'a', which holds other bytes",
+        ):
             store.put("a", other)
     assert same(store.get(reference("a", tensors)), tensors) and store.usage() == usage
 
@@ -152,7 +173,10 @@ def test_the_same_bytes_again_are_no_error_and_other_bytes_are_refused(make: Mak
 def test_a_budget_is_enforced_and_freed_bytes_can_be_used_again(make: Make) -> None:
     tensors = features()
     store = make(max_bytes=5_000)
-    with pytest.raises(BufferError, match="Expected at most 5000 bytes.*Received: object '.*' of .* bytes in addition"):
+    with pytest.raises(
+        BufferError,
+        match="Expected at most 5000 bytes.*Received: object '.*' of .* bytes in addition",
+    ):
         for index in range(100):
             store.put(str(index), tensors)
     assert 1 < index < 100 and store.usage() <= 5_000
@@ -166,9 +190,18 @@ def test_a_budget_is_enforced_and_freed_bytes_can_be_used_again(make: Make) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ids": TensorSpec((2, 4), "int64")}, r"Expected int64\[2, 4\] as feature 'ids' of sample '7'.*int64\[3, 4\]"),
-        ({"ids": TensorSpec((3, 4), "int32")}, r"Expected int32\[3, 4\] as feature 'ids' of sample '7'"),
-        ({"more": TensorSpec((1,), "int32")}, r"Expected int32\[1\] as feature 'more'.*Received: nothing"),
+        (
+            {"ids": TensorSpec((2, 4), "int64")},
+            r"Expected int64\[2, 4\] as feature 'ids' of sample '7'.*int64\[3, 4\]",
+        ),
+        (
+            {"ids": TensorSpec((3, 4), "int32")},
+            r"Expected int32\[3, 4\] as feature 'ids' of sample '7'",
+        ),
+        (
+            {"more": TensorSpec((1,), "int32")},
+            r"Expected int32\[1\] as feature 'more'.*Received: nothing",
+        ),
     ],
 )
 def test_object_different_from_its_reference_is_refused(
@@ -180,13 +213,21 @@ def test_object_different_from_its_reference_is_refused(
     with pytest.raises(ValueError, match=message):
         store.get(SampleRef("7", "a", {**ref.tensors, **change}))
     with pytest.raises(ValueError, match="Expected nothing as feature 'bytes'"):
-        store.get(SampleRef("7", "a", {name: spec for name, spec in ref.tensors.items() if name != "bytes"}))
+        store.get(
+            SampleRef(
+                "7", "a", {name: spec for name, spec in ref.tensors.items() if name != "bytes"}
+            )
+        )
 
 
 @pytest.mark.parametrize("value", [1.0, [torch.ones(1)], None, torch.eye(2).to_sparse()])
-def test_value_other_than_a_dense_tensor_is_refused_with_object_and_name(make: Make, value: object) -> None:
+def test_value_other_than_a_dense_tensor_is_refused_with_object_and_name(
+    make: Make, value: object
+) -> None:
     store = make()
-    with pytest.raises(TypeError, match="Expected dense, whole tensors by name in object 'a'. Received: 'x': "):
+    with pytest.raises(
+        TypeError, match="Expected dense, whole tensors by name in object 'a'. Received: 'x': "
+    ):
         store.put("a", {"x": value})  # type: ignore[dict-item]
     assert store.usage() == 0
     with pytest.raises(KeyError):
@@ -228,7 +269,10 @@ def test_a_store_in_memory_is_refused_in_a_forked_process() -> None:
 
 def _swap_pages(data: bytearray, draw: random.Random) -> None:
     one, other = (4096 * page for page in draw.sample(range(len(data) // 4096), 2))
-    data[one : one + 4096], data[other : other + 4096] = data[other : other + 4096], data[one : one + 4096]
+    data[one : one + 4096], data[other : other + 4096] = (
+        data[other : other + 4096],
+        data[one : one + 4096],
+    )
 
 
 def _flip_twice(data: bytearray, draw: random.Random) -> None:
@@ -266,7 +310,9 @@ def _replace(store: FeatureStore, data: bytes) -> None:
         assert store._store.put(store._key("a"), data) == 0
 
 
-def _strike(store: FeatureStore, pair: dict[str, Tensor], damage: Callable[[bytearray], None]) -> None:
+def _strike(
+    store: FeatureStore, pair: dict[str, Tensor], damage: Callable[[bytearray], None]
+) -> None:
     """Damage the bytes of the first feature."""
     values = bytearray(pair["one"].numpy().tobytes())
     before = bytes(values)
@@ -286,12 +332,16 @@ def _pair() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("damage", [_swap_pages, _flip_twice])
-def test_no_damage_of_values_comes_back_as_a_sample(make: Make, damage: Callable[..., None]) -> None:
+def test_no_damage_of_values_comes_back_as_a_sample(
+    make: Make, damage: Callable[..., None]
+) -> None:
     store, pair, draw = make(), _pair(), random.Random(11)
     store.put("a", pair)
     for _ in range(60):
         _strike(store, pair, partial(damage, draw=draw))
-        with pytest.raises(ValueError, match="sample 'sample 7' in .*Received: a damaged object: its checksum"):
+        with pytest.raises(
+            ValueError, match="sample 'sample 7' in .*Received: a damaged object: its checksum"
+        ):
             store.get(reference("a", pair))
         if isinstance(store, MemoryStore):
             store._objects["a"][0]["one"].copy_(pair["one"])
@@ -305,5 +355,7 @@ def test_features_with_each_others_names_are_damage(make: Make) -> None:
     store, pair = make(), _pair()
     store.put("a", pair)
     _swap_names(store, pair)
-    with pytest.raises(ValueError, match="sample 'sample 7' in .*Received: a damaged object: its checksum"):
+    with pytest.raises(
+        ValueError, match="sample 'sample 7' in .*Received: a damaged object: its checksum"
+    ):
         store.get(reference("a", pair))

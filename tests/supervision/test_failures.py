@@ -60,7 +60,9 @@ def test_ranks_failing_at_once_agree_on_the_first(tmp_path: Path) -> None:
     code, output = run_python(script, str(attempts))
     assert code == 0, output
     for attempt in range(40):
-        told = [json.loads((attempts / str(attempt) / f"told-{rank}").read_text()) for rank in range(4)]
+        told = [
+            json.loads((attempts / str(attempt) / f"told-{rank}").read_text()) for rank in range(4)
+        ]
         [winner] = [rank for rank, (_, own) in enumerate(told) if own]
         first = told[winner][0]
         assert first[0] == str(winner) and first[2] == f"ValueError: of rank {winner}"
@@ -69,10 +71,14 @@ def test_ranks_failing_at_once_agree_on_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3)])
-def test_an_exception_writes_torchs_error_file_and_is_printed_last(how: str, code: int, tmp_path: Path) -> None:
+def test_an_exception_writes_torchs_error_file_and_is_printed_last(
+    how: str, code: int, tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(FAILING)
     file = tmp_path / "error.json"
-    ended = run_python(tmp_path / "script.py", how, environment={"TORCHELASTIC_ERROR_FILE": str(file)}, warm=True)
+    ended = run_python(
+        tmp_path / "script.py", how, environment={"TORCHELASTIC_ERROR_FILE": str(file)}, warm=True
+    )
     assert ended.exit_code == code
     assert file.exists() == (how == "raise")
     if how == "raise":
@@ -84,7 +90,9 @@ def test_an_exception_writes_torchs_error_file_and_is_printed_last(how: str, cod
 
 
 def test_a_lost_connection_is_not_taken_for_a_cause() -> None:
-    assert lost_a_peer(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"))
+    assert lost_a_peer(
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
+    )
     assert not lost_a_peer(ValueError("Connection closed by peer"))
     assert not lost_a_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
@@ -96,7 +104,9 @@ class Small(dl.TorchRunner):
     peak: float | None = None
 
     def __init__(self, **config: Any) -> None:
-        super().__init__({"optim": {"type": "sgd", "lr": 0.1}, "seed": 0, "log_interval": 2, **config})
+        super().__init__(
+            {"optim": {"type": "sgd", "lr": 0.1}, "seed": 0, "log_interval": 2, **config}
+        )
         self.model = nn.Linear(8, 2)
         self.criterion = nn.CrossEntropyLoss()
         self.dataloaders = {"train": [(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))] * 4}
@@ -139,9 +149,13 @@ def test_flops_are_reported_if_known_and_counting_changes_no_bit() -> None:
     assert not {"train/mfu", "train/model_flops_per_second"} & logged(plain).keys()
     figures = logged(counted)
     # Forward 2 * 8 * 2 a sample, and as much again for the gradient of the weight; the input needs none.
-    assert figures["train/model_flops_per_second"] == pytest.approx(64 * figures["train/samples_per_second"])
+    assert figures["train/model_flops_per_second"] == pytest.approx(
+        64 * figures["train/samples_per_second"]
+    )
     assert figures["train/mfu"] == pytest.approx(figures["train/model_flops_per_second"] / 1e9)
-    for left, right in zip(plain.unwrapped_model.parameters(), counted.unwrapped_model.parameters()):
+    for left, right in zip(
+        plain.unwrapped_model.parameters(), counted.unwrapped_model.parameters()
+    ):
         assert torch.equal(left, right)
 
 
@@ -155,8 +169,12 @@ class OwnFlops(Small):
 
 def test_given_cost_of_a_token_is_used() -> None:
     figures = logged(OwnFlops(steps=4))
-    assert figures["train/tokens_per_second"] == pytest.approx(8 * figures["train/samples_per_second"])
-    assert figures["train/model_flops_per_second"] == pytest.approx(100 * figures["train/tokens_per_second"])
+    assert figures["train/tokens_per_second"] == pytest.approx(
+        8 * figures["train/samples_per_second"]
+    )
+    assert figures["train/model_flops_per_second"] == pytest.approx(
+        100 * figures["train/tokens_per_second"]
+    )
     assert "train/mfu" not in figures
 
 
@@ -165,6 +183,11 @@ def test_peaks_are_never_guessed() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", None, tf32=True) == 494.7e12
     assert peak_flops("NVIDIA A10", "fp16") == 125e12
     assert peak_flops("Tesla T4") == 8.1e12
-    for name in ("NVIDIA A10G", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 4090", "NVIDIA H200 NVL"):
+    for name in (
+        "NVIDIA A10G",
+        "NVIDIA H200 MIG 1g.18gb",
+        "NVIDIA GeForce RTX 4090",
+        "NVIDIA H200 NVL",
+    ):
         assert peak_flops(name, "bf16") is None
     assert peak_flops("Tesla V100-SXM2-32GB", "bf16") is None

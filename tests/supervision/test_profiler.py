@@ -20,7 +20,9 @@ def begun(directory: Path, rank: int = 0, **settings: Any) -> Profiler:
     config = RunnerConfig({"profiling": {"trace_dir": directory.name, **settings}})
     paths = SimpleNamespace(dir=directory.parent)
     state = SimpleNamespace(train=TrainState())
-    runner: Any = SimpleNamespace(rank=rank, state=state, config=config, workspace=paths, device=torch.device("cpu"))
+    runner: Any = SimpleNamespace(
+        rank=rank, state=state, config=config, workspace=paths, device=torch.device("cpu")
+    )
     return Profiler(runner)
 
 
@@ -56,7 +58,15 @@ def test_one_trace_a_cycle_with_the_active_updates_in_it(tmp_path: Path) -> None
 
 
 def test_early_end_of_a_run_keeps_the_record(tmp_path: Path) -> None:
-    profiler = begun(tmp_path / "some", wait=1, warmup=1, active=10, repeat=0, record_shapes=True, profile_memory=True)
+    profiler = begun(
+        tmp_path / "some",
+        wait=1,
+        warmup=1,
+        active=10,
+        repeat=0,
+        record_shapes=True,
+        profile_memory=True,
+    )
     for step in range(5):
         work()
         update(profiler, step)

@@ -34,7 +34,9 @@ from danling.supervision.rank_watch import (
 
 TORCH = Path(torch.__file__).parent
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the kernel has no table of threads")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="the kernel has no table of threads"
+)
 
 
 def watched(directory: Path, seconds: float = 0.001, **more: Any) -> RankWatch:
@@ -79,7 +81,9 @@ def test_looks_add_up_until_the_end_also_after_a_fork(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:
             logging.getLogger("danling").debug("a worker speaks")
-            os._exit(7 if [t for t in threading.enumerate() if t.name == "danling-rank-watch"] else 0)
+            os._exit(
+                7 if [t for t in threading.enumerate() if t.name == "danling-rank-watch"] else 0
+            )
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     watch.training_ended()
     watch.training_ended()
@@ -130,7 +134,9 @@ def test_forked_process_sees_a_waiting_backward(sleeps: bool) -> None:
     assert wait(fork(_watch_a_backward, sleeps)) == 0
 
 
-def test_failure_in_the_watch_ends_the_watch_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_in_the_watch_ends_the_watch_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def fails() -> float:
         if threading.current_thread() is threading.main_thread():
             return 0.0
@@ -177,7 +183,14 @@ def test_the_fate_of_a_process() -> None:
 
 
 def state(rank: int, **more: Any) -> RankState:
-    given = {"host": "a", "waits": True, "collective": "all_reduce", "called": "x", "location": "", "stack": "s"}
+    given = {
+        "host": "a",
+        "waits": True,
+        "collective": "all_reduce",
+        "called": "x",
+        "location": "",
+        "stack": "s",
+    }
     return RankState(**{"rank": rank, **given, "excuse": "", "time": 0.0, **more})
 
 
@@ -194,8 +207,12 @@ def test_report_has_stacks_then_waiting_ranks_then_their_cause() -> None:
         "Rank 6 gives no sign: process 3 on c.",
     ]
     busy = {"waits": False, "location": "p", "excuse": "compiling"}
-    assert report([state(0, **busy), state(1, **busy)], {}).endswith("Ranks 0, 1 on a are at p (compiling).")
-    assert report([state(0, **busy), state(1)], {}).endswith("Rank 0 on a is not in it, but at p (compiling).")
+    assert report([state(0, **busy), state(1, **busy)], {}).endswith(
+        "Ranks 0, 1 on a are at p (compiling)."
+    )
+    assert report([state(0, **busy), state(1)], {}).endswith(
+        "Rank 0 on a is not in it, but at p (compiling)."
+    )
 
 
 def frame_in(*files: str, innermost: str = "step_0") -> Any:
@@ -210,17 +227,28 @@ def frame_in(*files: str, innermost: str = "step_0") -> Any:
 
 
 def test_stacks_are_read_as_people_do() -> None:
-    dist, danling = str(TORCH / "distributed"), str(Path(sys.modules["danling"].__file__ or "").parent)
+    dist, danling = (
+        str(TORCH / "distributed"),
+        str(Path(sys.modules["danling"].__file__ or "").parent),
+    )
     c10d = f"{dist}/distributed_c10d.py"
-    for between in ([f"{danling}/distributed/domain.py", f"{dist}/c10d_logger.py"], [f"{dist}/fsdp/_fsdp_common.py"]):
+    for between in (
+        [f"{danling}/distributed/domain.py", f"{dist}/c10d_logger.py"],
+        [f"{dist}/fsdp/_fsdp_common.py"],
+    ):
         name, called = collective_of(frame_in("train.py", *between, c10d))
         assert name == "step_0" and called.startswith(f"train.py:1 in step_{len(between) + 1}")
     assert collective_of(frame_in("train.py", f"{danling}/distributed/domain.py"))[0] == "step_0"
     assert collective_of(frame_in("train.py", threading.__file__)) == ("", "")
     backward = frame_in(str(TORCH / "autograd" / "graph.py"), innermost="_engine_run_backward")
     assert collective_of(backward)[0] == "the reduction of gradients at the end of a backward"
-    assert location_of(frame_in("train.py", str(TORCH / "nn" / "functional.py"))) == "train.py:1 in step_1, in step_0"
-    loader = frame_in("train.py", str(TORCH / "utils" / "data" / "dataloader.py"), innermost="_try_get_data")
+    assert (
+        location_of(frame_in("train.py", str(TORCH / "nn" / "functional.py")))
+        == "train.py:1 in step_1, in step_0"
+    )
+    loader = frame_in(
+        "train.py", str(TORCH / "utils" / "data" / "dataloader.py"), innermost="_try_get_data"
+    )
     assert location_of(loader) == "train.py:1 in step_1, waiting for a worker of its data loader"
     assert location_of(None) == "nowhere" and excuse_of(frame_in("train.py")) == ""
     for file, excuse in (

@@ -39,7 +39,9 @@ def start(mode: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)], ids=str
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)],
+    ids=str,
 )
 def test_a_signal_is_noted_and_heeded_by_the_loop(number: signal.Signals, code: int) -> None:
     process = start("heed")
@@ -107,7 +109,10 @@ def test_signal_ignored_by_the_caller_stays_ignored() -> None:
 
 
 def test_handlers_are_put_back() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    }
     watcher = SignalWatcher()
     assert watcher.install()
     assert watcher.install()

@@ -7,7 +7,13 @@ import os
 import stat
 from pathlib import Path
 
-FILES = ("file.txt", "ckpt-s000000000001.pth", "targets/00000001-aaaaaaaa/manifest.sha256", "below/kernel.so", ".lock")
+FILES = (
+    "file.txt",
+    "ckpt-s000000000001.pth",
+    "targets/00000001-aaaaaaaa/manifest.sha256",
+    "below/kernel.so",
+    ".lock",
+)
 
 
 def make_canary(directory: Path) -> Path:
@@ -26,7 +32,11 @@ def look_at(directory: Path) -> dict[str, tuple[object, ...]]:
         about = os.lstat(path)
         content: object = None
         if stat.S_ISREG(about.st_mode):
-            content = hashlib.sha256(path.read_bytes()).hexdigest() if about.st_size < 1 << 30 else about.st_size
+            content = (
+                hashlib.sha256(path.read_bytes()).hexdigest()
+                if about.st_size < 1 << 30
+                else about.st_size
+            )
         elif stat.S_ISLNK(about.st_mode):
             content = os.readlink(path)
         found[str(path)] = (about.st_mode, about.st_uid, about.st_ino, about.st_mtime_ns, content)

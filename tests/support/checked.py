@@ -27,7 +27,9 @@ class Checked(dl.Runner):
     def __init__(self, config: dict[str, Any], flip: Flip | None = None) -> None:
         super().__init__(config)
         self._flip = flip
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.model = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+        )
         self.model.register_buffer("scale", torch.full((3,), 1.5))
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": NoisyPoints(64)}
@@ -36,7 +38,11 @@ class Checked(dl.Runner):
         kind = self._due("weight", "buffer", "gradient")
         if kind in ("weight", "buffer"):
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            tensor = next(p for p in parameters if local_part(p).numel()) if kind == "weight" else self._scale()
+            tensor = (
+                next(p for p in parameters if local_part(p).numel())
+                if kind == "weight"
+                else self._scale()
+            )
             flip_bit(tensor)
             found = super().train_step(data)
             flip_bit(tensor)
@@ -55,7 +61,9 @@ class Checked(dl.Runner):
         return loss
 
     def _scale(self) -> Tensor:
-        return next(buffer for name, buffer in self.unwrapped_model.named_buffers() if name == "scale")
+        return next(
+            buffer for name, buffer in self.unwrapped_model.named_buffers() if name == "scale"
+        )
 
     def _due(self, *kinds: str) -> str:
         if self._flip is None:
@@ -73,7 +81,9 @@ class CheckedText(Checked):
     def __init__(self, config: dict[str, Any], flip: Flip | None = None) -> None:
         super().__init__(config, flip)
         depth = int(self.config.parallel.axes.pipeline)
-        self.model = GPT(VOCABULARY, context=LENGTH, width=16, depth=depth, heads=4, tied=False, dropout=0.1)
+        self.model = GPT(
+            VOCABULARY, context=LENGTH, width=16, depth=depth, heads=4, tied=False, dropout=0.1
+        )
         self.datasets = {"train": Sentences(64)}
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
@@ -87,9 +97,20 @@ def flip_bit(tensor: Tensor) -> None:
 
 def settings(root: Any, **more: Any) -> dict[str, Any]:
     """Return the configuration of a run whose updates are all computed again."""
-    own = {"seed": 1, "steps": 8, "dir": str(root), "log_interval": 1000, "checkpoint.load_only": True}
+    own = {
+        "seed": 1,
+        "steps": 8,
+        "dir": str(root),
+        "log_interval": 1000,
+        "checkpoint.load_only": True,
+    }
     loading, optim = {"batch_size": 4}, {"type": "adamw", "lr": 0.01}
-    checked = {"deterministic": True, "audit.replay_interval": 1, "accum_steps": 2, "max_grad_norm": 1.0}
+    checked = {
+        "deterministic": True,
+        "audit.replay_interval": 1,
+        "accum_steps": 2,
+        "max_grad_norm": 1.0,
+    }
     return {**own, "optim": optim, "dataloader": loading, **checked, **more}
 
 

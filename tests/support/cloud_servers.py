@@ -74,7 +74,9 @@ class Cloud:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # the body of an answer is a second write, which would wait for 40 ms
+    disable_nagle_algorithm = (
+        True  # the body of an answer is a second write, which would wait for 40 ms
+    )
     server: _Server
     missing: ClassVar[str] = ""
 
@@ -122,7 +124,10 @@ class _Handler(BaseHTTPRequestHandler):
         if status:
             self.refuse(status, "PreconditionFailed" if status == 412 else "BlobAlreadyExists")
         else:
-            self.reply(200 if self.cloud.kind == "google" else 201, named=self.cloud.store(self.key, self.body))
+            self.reply(
+                200 if self.cloud.kind == "google" else 201,
+                named=self.cloud.store(self.key, self.body),
+            )
 
     def listing(self) -> tuple[list[tuple[str, Stored]], list[str]]:
         """Return what is to be listed: objects, and common prefixes."""
@@ -140,10 +145,17 @@ class _Handler(BaseHTTPRequestHandler):
         return entries, common
 
     def refuse(self, status: int, code: str) -> None:
-        self.reply(status, f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
+        self.reply(
+            status,
+            f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>".encode(),
+        )
 
     def reply(
-        self, status: int, content: bytes = b"", headers: dict[str, str] | None = None, named: Stored | None = None
+        self,
+        status: int,
+        content: bytes = b"",
+        headers: dict[str, str] | None = None,
+        named: Stored | None = None,
     ) -> None:
         self.send_response_only(status)
         self.send_header("Content-Length", str(len(content)))
@@ -168,7 +180,11 @@ class _Google(_Handler):
     def refused(self) -> int:
         expected = self.headers.get("x-goog-if-generation-match")
         found = self.cloud.objects.get(self.key)
-        return 412 if expected is not None and int(expected) != (found.generation if found else 0) else 0
+        return (
+            412
+            if expected is not None and int(expected) != (found.generation if found else 0)
+            else 0
+        )
 
     def is_special(self) -> bool:
         return "list-type" in self.query or "uploads" in self.query or "uploadId" in self.query
@@ -180,7 +196,10 @@ class _Google(_Handler):
                 f"<Contents><Key>{escape(key)}</Key><Size>{len(each.content)}</Size><ETag>{escape(each.tag)}</ETag>"
                 f"<LastModified>{each.modified.isoformat()}</LastModified></Contents>"
                 for key, each in entries
-            ) + "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in common)
+            ) + "".join(
+                f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+                for name in common
+            )
             self.reply(200, f"<ListBucketResult>{found}</ListBucketResult>".encode())
         elif "uploads" in self.query:
             upload = uuid.uuid4().hex
@@ -195,7 +214,9 @@ class _Google(_Handler):
             if self.command == "DELETE":
                 self.reply(204)
                 return
-            named = self.cloud.store(self.key, b"".join(parts[number] for number in sorted(parts, key=int)))
+            named = self.cloud.store(
+                self.key, b"".join(parts[number] for number in sorted(parts, key=int))
+            )
             answer = f"<CompleteMultipartUploadResult><ETag>{escape(named.tag)}</ETag></CompleteMultipartUploadResult>"
             self.reply(200, answer.encode(), named=named)
 
@@ -208,7 +229,9 @@ class _Azure(_Handler):
         if self.headers.get("If-None-Match") == "*" and found is not None:
             return 409
         expected = self.headers.get("If-Match")
-        return 412 if expected is not None and (found is None or expected != self.tag_of(found)) else 0
+        return (
+            412 if expected is not None and (found is None or expected != self.tag_of(found)) else 0
+        )
 
     def is_special(self) -> bool:
         return "comp" in self.query
@@ -223,7 +246,10 @@ class _Azure(_Handler):
                 "<Content-Type>application/octet-stream</Content-Type></Properties></Blob>"
                 for key, each in entries
             ) + "".join(f"<BlobPrefix><Name>{escape(name)}</Name></BlobPrefix>" for name in common)
-            self.reply(200, f"<EnumerationResults><Blobs>{found}</Blobs><NextMarker/></EnumerationResults>".encode())
+            self.reply(
+                200,
+                f"<EnumerationResults><Blobs>{found}</Blobs><NextMarker/></EnumerationResults>".encode(),
+            )
         elif self.query["comp"] == "block":
             blocks[self.query["blockid"]] = self.body
             self.reply(201)
@@ -238,10 +264,16 @@ class _Azure(_Handler):
     def batch(self) -> None:
         """Delete objects that are named in one request of many parts, as the client does it also for one."""
         answers = []
-        for number, path in enumerate(re.findall(r"^DELETE (\S+)", self.body.decode(), re.MULTILINE)):
+        for number, path in enumerate(
+            re.findall(r"^DELETE (\S+)", self.body.decode(), re.MULTILINE)
+        ):
             key = unquote(path).lstrip("/").partition("/")[2]
             gone = self.cloud.objects.pop(key, None)
-            status = "202 Accepted" if gone else "404 The blob does not exist.\r\nx-ms-error-code: BlobNotFound"
+            status = (
+                "202 Accepted"
+                if gone
+                else "404 The blob does not exist.\r\nx-ms-error-code: BlobNotFound"
+            )
             head = f"--batch\r\nContent-Type: application/http\r\nContent-ID: {number}"
             answers.append(f"{head}\r\n\r\nHTTP/1.1 {status}\r\n\r\n")
         content = "".join([*answers, "--batch--\r\n"]).encode()
@@ -266,7 +298,9 @@ def cloud_server(kind: str) -> Iterator[Cloud]:
     handler, url = _KINDS[kind]
     server = _Server(("127.0.0.1", 0), handler)
     server.cloud = Cloud(kind, f"http://127.0.0.1:{server.server_address[1]}", url)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield server.cloud

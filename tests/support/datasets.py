@@ -110,7 +110,9 @@ def read(source: Any, batches: int) -> list[Any]:
     return taken
 
 
-def source_over(data: Any, rank: int = 0, world_size: int = 1, *, seed: int = 3, **settings: Any) -> BatchSource:
+def source_over(
+    data: Any, rank: int = 0, world_size: int = 1, *, seed: int = 3, **settings: Any
+) -> BatchSource:
     """Return the batches of a loader that the library builds over a dataset to train on."""
     share: dict[str, Any] = {"split": "train", "seed": seed, "rank": rank, "world_size": world_size}
     return open_source(build_dataloader(data, settings, train=True, **share), **share)
@@ -138,7 +140,9 @@ def ids(batches: list[Tensor]) -> list[int]:
     return [int(row[0]) for batch in batches for row in batch]
 
 
-def reference_batches(order: list[int], batch_size: int, world: int, pad: bool) -> list[list[list[int]]]:
+def reference_batches(
+    order: list[int], batch_size: int, world: int, pad: bool
+) -> list[list[list[int]]]:
     """Return batches as [global batch][rank] -> ids, dealt out one by one; `pad` says who gets a stand-in."""
     result = []
     for begin in range(0, len(order), batch_size * world):

@@ -82,11 +82,15 @@ class FaultProxy:
         self.server.proxy = self
         self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
 
-    def answer(self, status: int, code: str = "", *, when: When = always, times: int = _NEVER) -> Fault:
+    def answer(
+        self, status: int, code: str = "", *, when: When = always, times: int = _NEVER
+    ) -> Fault:
         """Answer an error instead of forwarding."""
         return self._add(Fault(when, times, status=status, code=code))
 
-    def cut_upload(self, after: int, *, when: When = lambda r: r.is_upload, times: int = 1) -> Fault:
+    def cut_upload(
+        self, after: int, *, when: When = lambda r: r.is_upload, times: int = 1
+    ) -> Fault:
         """Close the connection after so many bytes of a request's body."""
         return self._add(Fault(when, times, cut_request=after))
 
@@ -98,7 +102,9 @@ class FaultProxy:
         """Let requests hang until the fault is released, which forwards them."""
         return self._add(Fault(when, times, waits=True))
 
-    def change_headers(self, change: Callable[[dict[str, str]], object], *, when: When = always) -> Fault:
+    def change_headers(
+        self, change: Callable[[dict[str, str]], object], *, when: When = always
+    ) -> Fault:
         """Change what is forwarded: without `if-match` the server is one that ignores it."""
         return self._add(Fault(when, _NEVER, changes=change))
 
@@ -138,7 +144,9 @@ class FaultProxy:
 def fault_proxy(target: str) -> Iterator[FaultProxy]:
     """Run a proxy in front of a server, in a thread."""
     proxy = FaultProxy(target)
-    thread = threading.Thread(target=proxy.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=proxy.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield proxy
@@ -187,7 +195,9 @@ class _Handler(BaseHTTPRequestHandler):
         if told is not None:
             self._refuse(told)
             return
-        self._forward(request, headers, body, loses_answer=any(fault.loses_answer for fault in faults))
+        self._forward(
+            request, headers, body, loses_answer=any(fault.loses_answer for fault in faults)
+        )
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle
 
@@ -201,10 +211,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(text)
 
-    def _forward(self, request: Request, headers: dict[str, str], body: bytes, *, loses_answer: bool) -> None:
+    def _forward(
+        self, request: Request, headers: dict[str, str], body: bytes, *, loses_answer: bool
+    ) -> None:
         connection = HTTPConnection(self.server.proxy.target, timeout=_GIVE_UP_SECONDS)
         try:
-            kept = {name: value for name, value in headers.items() if name not in ("connection", "content-length")}
+            kept = {
+                name: value
+                for name, value in headers.items()
+                if name not in ("connection", "content-length")
+            }
             connection.request(self.command, self.path, body=body or None, headers=kept)
             answer = connection.getresponse()
             content = answer.read()

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 _READS = ("read", "readv", "listdir", "stat", "lstat", "statvfs")
-_PATHS = ("open", "link", "replace", "unlink", "rmdir", "mkdir", "listdir", "stat", "lstat", "statvfs")
+_PATHS = (
+    "open",
+    "link",
+    "replace",
+    "unlink",
+    "rmdir",
+    "mkdir",
+    "listdir",
+    "stat",
+    "lstat",
+    "statvfs",
+)
 _CHANGES = ("write", "fsync", "link", "replace", "unlink", "rmdir", "mkdir")
 _CALLS = ("open", "write", "read", "readv", "fsync", "close", *_PATHS[1:])
 
@@ -40,7 +51,9 @@ class Crash(BaseException):
 class FaultyOs:
     """Like `os`, but for one call."""
 
-    def __init__(self, fail_at: int | None = None, fault: str = "eio", directory: Path | None = None) -> None:
+    def __init__(
+        self, fail_at: int | None = None, fault: str = "eio", directory: Path | None = None
+    ) -> None:
         self.calls: list[tuple[str, Any]] = []
         self._fail_at = fail_at
         self._fault = fault
@@ -52,7 +65,11 @@ class FaultyOs:
         """Return which of the calls so far make a difference when they go wrong in this way."""
         # A full disk lets one read, and a crash after a read is the crash before the next write.
         fitting = [index for index, (name, _) in enumerate(self.calls) if name in _STRIKES[fault]]
-        return [index for index in fitting if self._changing[index]] if fault in ("enospc", "erofs") else fitting
+        return (
+            [index for index in fitting if self._changing[index]]
+            if fault in ("enospc", "erofs")
+            else fitting
+        )
 
     @property
     def struck(self) -> bool:

@@ -112,7 +112,11 @@ class Block(nn.Module):
         up: Any = self.up
         down: Any = self.down
         h = F.linear(h, up.weight.to_local(), up.bias.to_local()).relu()
-        added = down.bias if flaw == "bias before the sum" or (flaw == "bias of one" and self.rank == 0) else None
+        added = (
+            down.bias
+            if flaw == "bias before the sum" or (flaw == "bias of one" and self.rank == 0)
+            else None
+        )
         y = sum_(F.linear(self.dropout(h), down.weight.to_local(), added), group)
         result: Tensor = x + (y if flaw.startswith("bias") else y + down.bias)
         return result
@@ -121,12 +125,21 @@ class Block(nn.Module):
         self.group, self.rank = mesh.get_group(), rank
         if self.flaw.startswith("permuted"):
             order = torch.arange(2 * WIDTH).flip(0)
-            self.up.weight.data, self.up.bias.data = self.up.weight.data[order], self.up.bias.data[order]
+            self.up.weight.data, self.up.bias.data = (
+                self.up.weight.data[order],
+                self.up.bias.data[order],
+            )
             if self.flaw == "permuted alike":
                 self.down.weight.data = self.down.weight.data[:, order]
-        for layer, name, dim in ((self.up, "weight", 0), (self.up, "bias", 0), (self.down, "weight", 1)):
+        for layer, name, dim in (
+            (self.up, "weight", 0),
+            (self.up, "bias", 0),
+            (self.down, "weight", 1),
+        ):
             whole = getattr(layer, name)
-            setattr(layer, name, nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(dim)])))
+            setattr(
+                layer, name, nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(dim)]))
+            )
 
 
 class Net(nn.Module):
@@ -166,7 +179,9 @@ class Tokens(Dataset[tuple[Tensor, Tensor]]):
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(VOCABULARY, (40, LENGTH), generator=generator)
         lengths = torch.randint(1, LENGTH + 1, (40,), generator=generator)
-        self.targets = self.tokens.roll(-1, 1).masked_fill(torch.arange(LENGTH) >= lengths[:, None], -100)
+        self.targets = self.tokens.roll(-1, 1).masked_fill(
+            torch.arange(LENGTH) >= lengths[:, None], -100
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)

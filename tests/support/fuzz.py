@@ -110,7 +110,11 @@ def _pipe(path: Path, other: Path, random: Random) -> None:
 def _link(path: Path, other: Path, random: Random) -> None:
     path.unlink()
     devices = ("/dev/zero", "/dev/null", "/dev/full")
-    path.symlink_to(random.choice((path.name, "nowhere", os.path.relpath(other, path.parent), random.choice(devices))))
+    path.symlink_to(
+        random.choice(
+            (path.name, "nowhere", os.path.relpath(other, path.parent), random.choice(devices))
+        )
+    )
 
 
 def _hard_link_of_another(path: Path, other: Path, random: Random) -> None:
@@ -125,7 +129,9 @@ def _directory_lost(path: Path, other: Path, random: Random) -> None:
 
 
 DAMAGES: dict[str, Damage] = {
-    "a bit of all names": lambda path, _, random: path.write_bytes(_flip_bit(bytearray(path.read_bytes()), random)),
+    "a bit of all names": lambda path, _, random: path.write_bytes(
+        _flip_bit(bytearray(path.read_bytes()), random)
+    ),
     "huge": _huge,
     "removed": lambda path, *_: path.unlink(),
     "two swapped": _swap,
@@ -149,7 +155,9 @@ def spoil(directory: Path, random: Random) -> list[str]:
     """Do one to three kinds of damage to files of a directory, and return which, with the names of the files."""
     done = []
     for _ in range(random.choice((1, 1, 1, 2, 3))):
-        files = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+        files = sorted(
+            path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()
+        )
         files = [path for path in files if path.stat().st_size < 1 << 30]
         if not files:
             break
@@ -180,7 +188,9 @@ def _nested(depth: int) -> Any:
 
 def _hostile_value(random: Random, victim: Path) -> Any:
     places = (str(victim), f"../../../{victim.name}", "../../..", "/dev/zero", "a\0b")
-    return random.choice((random.choice(FIGURES), random.choice(places), _nested(random.choice((5, 150, 900)))))
+    return random.choice(
+        (random.choice(FIGURES), random.choice(places), _nested(random.choice((5, 150, 900))))
+    )
 
 
 def _forge_in(value: Any, random: Random, victim: Path) -> Any:
@@ -192,7 +202,9 @@ def _forge_in(value: Any, random: Random, victim: Path) -> Any:
         if how < 0.1:
             del forged[key]
         elif how < 0.2:
-            forged[random.choice((str(victim), "../x", "a.b", "\x1b[2J", "x" * 3000))] = forged.pop(key)
+            forged[random.choice((str(victim), "../x", "a.b", "\x1b[2J", "x" * 3000))] = forged.pop(
+                key
+            )
         else:
             forged[key] = _forge_in(value[key], random, victim)
         return forged
@@ -232,7 +244,13 @@ def _forge_metadata(path: Path, random: Random, victim: Path) -> None:
 
 
 def _forge_bytes(path: Path, random: Random, victim: Path) -> None:
-    _change(random.choice(("a bit", "a stretch", "a cut", "more at the end", "a part twice", "emptied")), path, random)
+    _change(
+        random.choice(
+            ("a bit", "a stretch", "a cut", "more at the end", "a part twice", "emptied")
+        ),
+        path,
+        random,
+    )
 
 
 def _forge_manifest(path: Path, random: Random, victim: Path) -> None:
@@ -251,7 +269,9 @@ def _name_a_victim(path: Path, name: str) -> None:
 
 def _seal(path: Path, lines: list[str]) -> None:
     body = "\n".join(lines) + "\n"
-    path.write_text(f"{body}# sha256 of the lines above: {hashlib.sha256(body.encode()).hexdigest()}\n")
+    path.write_text(
+        f"{body}# sha256 of the lines above: {hashlib.sha256(body.encode()).hexdigest()}\n"
+    )
 
 
 def _is_sums(path: Path) -> bool:
@@ -262,7 +282,11 @@ def forge(directory: Path, random: Random, victim: Path) -> list[str]:
     """Put one or two hostile contents into checkpoints, with sums that are right, and return which."""
     done = []
     for _ in range(random.choice((1, 1, 2))):
-        files = sorted(path for path in directory.rglob("*") if path.is_file() and not path.name.endswith(".sha256"))
+        files = sorted(
+            path
+            for path in directory.rglob("*")
+            if path.is_file() and not path.name.endswith(".sha256")
+        )
         path = random.choice(files)
         how: Callable[[Path, Random, Path], None] = _forge_bytes
         if random.random() < 0.8:

@@ -80,18 +80,25 @@ def _kinds(mark: str) -> dict[str, bytes]:
         "pathlib.io.FileIO": _call(_stacked("pathlib", f"{_LOCAL}io.FileIO"), *opened),
         "pathlib.os.system": _call(_stacked("pathlib", f"{_LOCAL}os.system"), touch),
         "pathlib.PosixPath.touch": _call(
-            _stacked("pathlib", "PosixPath.touch"), _call(_stacked("pathlib", "PosixPath"), _text(mark))
+            _stacked("pathlib", "PosixPath.touch"),
+            _call(_stacked("pathlib", "PosixPath"), _text(mark)),
         ),
         "metadata, dotted to Popen": _call(_stacked(_METADATA, _DOTTED), argv),
         "metadata, dotted to os.system": _call(_stacked(_METADATA, "os.system"), touch),
         "torch, dotted to os.system": _call(_stacked("torch", "os.system"), touch),
         "torch.serialization, dotted": _call(_stacked("torch.serialization", "os.system"), touch),
         "getattr of a module": _call(_getattr(module_os, "system"), touch),
-        "getattr chain": _call(_getattr(_getattr(_global("torch", "serialization"), "os"), "system"), touch),
-        "getattr of the enumeration": _getattr(_stacked(_METADATA, "_MEM_FORMAT_ENCODING"), "__class__")
+        "getattr chain": _call(
+            _getattr(_getattr(_global("torch", "serialization"), "os"), "system"), touch
+        ),
+        "getattr of the enumeration": _getattr(
+            _stacked(_METADATA, "_MEM_FORMAT_ENCODING"), "__class__"
+        )
         + b"0"
         + _call(system, touch),
-        "operator.methodcaller": _call(_call(_global("operator", "methodcaller"), _text("system"), touch), module_os),
+        "operator.methodcaller": _call(
+            _call(_global("operator", "methodcaller"), _text("system"), touch), module_os
+        ),
         "functools.partial": _call(_call(_global("functools", "partial"), system, touch)),
         "runpy": _call(_global("runpy", "_run_code"), write, b"}"),
         "timeit": _call(_global("timeit", "timeit"), _text("pass"), write),
@@ -102,16 +109,23 @@ def _kinds(mark: str) -> dict[str, bytes]:
         "nested in the arguments of a harmless call": _call(
             _global("collections", "OrderedDict"), _list(_tuple(_text("a"), _call(system, touch)))
         ),
-        "nested in the state of a part": part + b"}(" + _text("planner_data") + _call(system, touch) + b"ub",
+        "nested in the state of a part": part
+        + b"}("
+        + _text("planner_data")
+        + _call(system, touch)
+        + b"ub",
         "a state that sets attributes": part
         + _tuple(b"N", b"}(" + _text("__setstate__") + system + b"u")
         + b"b"
         + touch
         + b"b",
         "nested pickle of torch": _call(
-            _global("torch.storage", "_load_from_bytes"), _bytes(_archive(b"\x80\x02" + _call(system, touch) + b"."))
+            _global("torch.storage", "_load_from_bytes"),
+            _bytes(_archive(b"\x80\x02" + _call(system, touch) + b".")),
         ),
-        "nested pickle": _call(_global("pickle", "loads"), _bytes(b"\x80\x02" + _call(system, touch) + b".")),
+        "nested pickle": _call(
+            _global("pickle", "loads"), _bytes(b"\x80\x02" + _call(system, touch) + b".")
+        ),
         "a persistent name": _call(system, touch) + b"Q",
     }
 
@@ -151,7 +165,10 @@ def _archive(content: bytes, *, of: bytes | None = None) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as target:
         for record in source.infolist():
-            target.writestr(record.filename, content if record.filename.endswith("data.pkl") else source.read(record))
+            target.writestr(
+                record.filename,
+                content if record.filename.endswith("data.pkl") else source.read(record),
+            )
     return out.getvalue()
 
 
@@ -184,7 +201,11 @@ def reseal(directory: Path) -> None:
     for sums in [*directory.rglob("*.pth.sha256"), *directory.rglob("manifest.sha256")]:
         record = Manifest.parse(sums.read_text()).record
         whole = sums.name == "manifest.sha256"
-        files = [path for path in sums.parent.iterdir() if path != sums] if whole else [sums.with_suffix("")]
+        files = (
+            [path for path in sums.parent.iterdir() if path != sums]
+            if whole
+            else [sums.with_suffix("")]
+        )
         about = {path.name: (path.stat().st_size, storage.hash_file(path)) for path in files}
         sums.write_text(Manifest(record, about).text())
 

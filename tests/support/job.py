@@ -30,7 +30,9 @@ class Job:
             exit_code, output = job.wait()
     """
 
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.command = list(command)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -70,14 +72,18 @@ class Job:
             return Finished(self._process.wait(patience(timeout)), self.output)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"{self.command} did not end in {timeout:g} s:\n{self.output}") from None
+            raise AssertionError(
+                f"{self.command} did not end in {timeout:g} s:\n{self.output}"
+            ) from None
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
         """Wait until a condition of the test holds while the program runs."""
         end = time.monotonic() + patience(timeout)
         while not condition():
             assert self.running or condition(), f"{self.command} ended too early:\n{self.output}"
-            assert time.monotonic() < end, f"{self.command}: not seen in {timeout:g} s:\n{self.output}"
+            assert time.monotonic() < end, (
+                f"{self.command}: not seen in {timeout:g} s:\n{self.output}"
+            )
             time.sleep(0.01)
 
     def wait_for_output(self, text: str, timeout: float = 60.0) -> None:

@@ -17,7 +17,9 @@ class Encoding(UserDict):  # type: ignore[type-arg]
     """A batch as tokenizers return it: a mapping that is no `dict`, and moves itself."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Encoding:
-        self.data = {name: value.to(device, non_blocking=non_blocking) for name, value in self.data.items()}
+        self.data = {
+            name: value.to(device, non_blocking=non_blocking) for name, value in self.data.items()
+        }
         return self
 
 
@@ -51,11 +53,15 @@ class Tokens(nn.Module):
 class TinyForCausalLM(Tokens):
     """Predicts the next token: its labels are shifted inside."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Output:
         logits = self.logits(input_ids, attention_mask)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+            loss = F.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+            )
         return Output(loss=loss, logits=logits)
 
 
@@ -64,9 +70,13 @@ class NextTokens(Tokens):
 
     shifts_labels: bool | None = True
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Output:
         logits = self.logits(input_ids, attention_mask)
-        return Output(loss=None if labels is None else self.loss(logits[:, :-1], labels[:, 1:]), logits=logits)
+        return Output(
+            loss=None if labels is None else self.loss(logits[:, :-1], labels[:, 1:]), logits=logits
+        )
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -77,7 +87,9 @@ class OwnTokens(NextTokens):
 
     shifts_labels = False
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Output:
         logits = self.logits(input_ids, attention_mask)
         return Output(loss=None if labels is None else self.loss(logits, labels), logits=logits)
 
@@ -91,9 +103,13 @@ class UntoldTokens(NextTokens):
 class TinyForMaskedLM(Tokens):
     """Predicts the tokens themselves: its labels are not shifted."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Output:
         logits = self.logits(input_ids, attention_mask)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) if labels is not None else None
+        loss = (
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten()) if labels is not None else None
+        )
         return Output(loss=loss, logits=logits)
 
 

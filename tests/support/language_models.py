@@ -31,7 +31,9 @@ SIZE = len(WORDS)
 
 
 def tokenizer() -> Any:
-    model = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    model = Tokenizer(
+        WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     model.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=model,
@@ -49,18 +51,34 @@ def model_of(kind: str, **settings: Any) -> Any:
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     gpt: dict[str, Any] = {"n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
     gpt |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    bert = {**sizes, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    bert = {
+        **sizes,
+        "max_position_embeddings": 16,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
     t5 = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
     made: dict[str, Callable[[], Any]] = {
-        "causal": lambda: GPT2LMHeadModel(GPT2Config(**{"vocab_size": SIZE, **special, **gpt, **settings})),
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**{"vocab_size": SIZE, **special, **sizes, **settings})),
+        "causal": lambda: GPT2LMHeadModel(
+            GPT2Config(**{"vocab_size": SIZE, **special, **gpt, **settings})
+        ),
+        "llama": lambda: LlamaForCausalLM(
+            LlamaConfig(**{"vocab_size": SIZE, **special, **sizes, **settings})
+        ),
         "masked": lambda: BertForMaskedLM(BertConfig(**{"vocab_size": SIZE, **bert, **settings})),
         "classes": lambda: BertForSequenceClassification(
             BertConfig(**{"vocab_size": SIZE, "num_labels": 3, **bert, **settings})
         ),
         "seq2seq": lambda: T5ForConditionalGeneration(
-            T5Config(**{"vocab_size": SIZE, "decoder_start_token_id": 0, **special, **t5, **settings})
+            T5Config(
+                **{"vocab_size": SIZE, "decoder_start_token_id": 0, **special, **t5, **settings}
+            )
         ),
     }
     return made[kind]()

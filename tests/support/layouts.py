@@ -40,7 +40,9 @@ class LayoutRunner(dl.Runner):
     not_saved = ("gradients", "norms")
     stop_at: int | None = None
 
-    def __init__(self, config: Mapping[str, Any], *, model: Mapping[str, Any], samples: int = 40) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], *, model: Mapping[str, Any], samples: int = 40
+    ) -> None:
         super().__init__(config)
         self.model = self.build(model)
         self.criterion = nn.CrossEntropyLoss()
@@ -49,7 +51,15 @@ class LayoutRunner(dl.Runner):
         self.gradients: list[dict[str, Tensor]] = []
 
     def build(self, model: Mapping[str, Any]) -> nn.Module:
-        settings = {"context": LENGTH, "width": 16, "depth": 2, "heads": 4, "tied": False, "dtype": "float64", **model}
+        settings = {
+            "context": LENGTH,
+            "width": 16,
+            "depth": 2,
+            "heads": 4,
+            "tied": False,
+            "dtype": "float64",
+            **model,
+        }
         dtype: torch.dtype = getattr(torch, settings.pop("dtype"))
         return GPT(VOCABULARY, **settings).to(dtype)
 
@@ -64,16 +74,25 @@ class LayoutRunner(dl.Runner):
     def clip_gradients(self, grad_norm: Tensor) -> None:
         self.norms.append(float(grad_norm))
         self.gradients.append(
-            {name: whole(p.grad).clone() for name, p in self.named_parameters() if p.grad is not None}
+            {
+                name: whole(p.grad).clone()
+                for name, p in self.named_parameters()
+                if p.grad is not None
+            }
         )
         super().clip_gradients(grad_norm)
 
 
-def run_layout(config: Mapping[str, Any], model: Mapping[str, Any] | None = None, samples: int = 40) -> dict[str, Any]:
+def run_layout(
+    config: Mapping[str, Any], model: Mapping[str, Any] | None = None, samples: int = 40
+) -> dict[str, Any]:
     """Train and return weights, gradients and norms of this rank, whole, and figures of evaluation."""
     with LayoutRunner(config, model=model or {}, samples=samples) as runner:
         runner.train()
-        weights = {canonical_name(name): whole(value).clone() for name, value in runner.model_state_dict().items()}
+        weights = {
+            canonical_name(name): whole(value).clone()
+            for name, value in runner.model_state_dict().items()
+        }
         return {
             "weights": weights,
             "gradients": runner.gradients,

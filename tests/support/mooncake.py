@@ -51,7 +51,12 @@ def free_ports(count: int) -> list[int]:
 def mooncake_master() -> Iterator[tuple[str, str]]:
     """Run a server, and yield its address and that of its metrics."""
     rpc, metrics = free_ports(2)
-    options = [f"--rpc_port={rpc}", f"--metrics_port={metrics}", "--rpc_thread_num=2", "--rpc_address=127.0.0.1"]
+    options = [
+        f"--rpc_port={rpc}",
+        f"--metrics_port={metrics}",
+        "--rpc_thread_num=2",
+        "--rpc_address=127.0.0.1",
+    ]
     with Job([_program("mooncake_master"), *options]) as job:
         for port in (rpc, metrics):
             job.wait_until(partial(_answers, port), 30.0)
@@ -62,8 +67,17 @@ def mooncake_master() -> Iterator[tuple[str, str]]:
 def lender(master: str, size: str = "64MB") -> Iterator[Job]:
     """Run a process that lends memory, and yield it when the server knows of it."""
     (port,) = free_ports(1)
-    options = [f"--master_server_address={master}", f"--global_segment_size={size}", f"--port={port}"]
-    command = [_program("mooncake_client"), "--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE", "--protocol=tcp"]
+    options = [
+        f"--master_server_address={master}",
+        f"--global_segment_size={size}",
+        f"--port={port}",
+    ]
+    command = [
+        _program("mooncake_client"),
+        "--host=127.0.0.1",
+        "--metadata_server=P2PHANDSHAKE",
+        "--protocol=tcp",
+    ]
     with Job([*command, *options]) as job:
         job.wait_until(partial(_answers, port), 30.0)
         yield job

@@ -50,7 +50,9 @@ class ObjectServer:
         query = {"list-type": "2", "prefix": prefix}
         while True:
             tree = ET.fromstring(self._done("GET", f"/{bucket}", query))
-            found.update({_text(entry, "Key"): int(_text(entry, "Size")) for entry in _all(tree, "Contents")})
+            found.update(
+                {_text(entry, "Key"): int(_text(entry, "Size")) for entry in _all(tree, "Contents")}
+            )
             token = _text(tree, "NextContinuationToken")
             if not token:
                 return found
@@ -75,11 +77,16 @@ class ObjectServer:
         """Return how many uploads in parts were begun and neither completed nor given up."""
         return len(_all(ET.fromstring(self._done("GET", f"/{bucket}", {"uploads": ""})), "Upload"))
 
-    def _done(self, method: str, path: str, query: dict[str, str] | None = None, body: bytes | None = None) -> bytes:
+    def _done(
+        self, method: str, path: str, query: dict[str, str] | None = None, body: bytes | None = None
+    ) -> bytes:
         connection = HTTPConnection(urlsplit(self.endpoint).netloc, timeout=patience(30.0))
         try:
             connection.request(
-                method, f"{path}?{urlencode(query)}" if query else path, body, {"Authorization": _SIGNED}
+                method,
+                f"{path}?{urlencode(query)}" if query else path,
+                body,
+                {"Authorization": _SIGNED},
             )
             answer = connection.getresponse()
             content = answer.read()
@@ -135,14 +142,18 @@ def _running(command: list[str], port: int) -> Iterator[None]:
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + patience(_START_SECONDS)
     while True:
-        assert process.poll() is None, f"Expected a server on port {port}. Received: exit code {process.returncode}."
+        assert process.poll() is None, (
+            f"Expected a server on port {port}. Received: exit code {process.returncode}."
+        )
         connection = HTTPConnection("127.0.0.1", port, timeout=patience(5.0))
         try:
             connection.request("GET", "/")
             connection.getresponse().read()
             return
         except OSError:
-            assert time.monotonic() < end, f"Expected a server on port {port} within {patience(_START_SECONDS)} s."
+            assert time.monotonic() < end, (
+                f"Expected a server on port {port} within {patience(_START_SECONDS)} s."
+            )
             time.sleep(0.02)
         finally:
             connection.close()

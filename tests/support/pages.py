@@ -60,7 +60,9 @@ def _blocks(lines: list[str]) -> Iterator[Block]:
             title = _TITLE.search(opened["options"])
             yield Block(opened["language"], title[1] if title else "", code, begin + 1)
             opened = None
-    assert opened is None, f"Expected every fence to be closed. Received: one open since line {begin}."
+    assert opened is None, (
+        f"Expected every fence to be closed. Received: one open since line {begin}."
+    )
 
 
 def prints(expected: str, output: str) -> str | None:
@@ -79,7 +81,9 @@ def alike(wanted: str, line: str) -> bool:
 
     Such numbers move a little with the machine; whole ones count something, and do not.
     """
-    pieces = [".*?" if part == "..." else _with_numbers(part) for part in re.split(r"(\.\.\.)", wanted)]
+    pieces = [
+        ".*?" if part == "..." else _with_numbers(part) for part in re.split(r"(\.\.\.)", wanted)
+    ]
     found = re.search("".join(pieces) + r"\s*$", line)
     if found is None:
         return False

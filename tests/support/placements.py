@@ -49,7 +49,9 @@ PLACEMENTS: dict[str, Placement] = {
     "dangling link": lambda path, outside, _: path.symlink_to(outside / "new"),
     "link to itself": lambda path, outside, _: path.symlink_to(path.name),
     "link upwards": lambda path, outside, _: path.symlink_to("../.."),
-    "link to a device": lambda path, _, random: path.symlink_to(random.choice(("/dev/zero", "/dev/null", "/dev/full"))),
+    "link to a device": lambda path, _, random: path.symlink_to(
+        random.choice(("/dev/zero", "/dev/null", "/dev/full"))
+    ),
     "pipe": lambda path, *_: os.mkfifo(path),
     "socket": _socket,
     "hard link": lambda path, outside, _: os.link(outside / "file.txt", path),
@@ -89,7 +91,11 @@ def place(kind: str, directory: Path, outside: Path, random: Random) -> list[str
     """Put one or two things into places of a directory, and return which."""
     done = []
     for _ in range(random.choice((1, 1, 2))):
-        there = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_symlink())
+        there = sorted(
+            str(path.relative_to(directory))
+            for path in directory.rglob("*")
+            if not path.is_symlink()
+        )
         name = random.choice(random.choice((there, NEW_NAMES[kind])))
         what = random.choice(sorted(PLACEMENTS))
         path = directory / name

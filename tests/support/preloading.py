@@ -62,8 +62,15 @@ def _rehearse() -> None:
 
     numpy_state = numpy.random.get_state()
     with TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
-        config = {"steps": 2, "seed": 1, "dir": f"{place}/run", "optim": {"type": "adamw", "lr": 0.1}}
-        with TracingRunner({**config, "dataloader": {"batch_size": 2}, "checkpoint": {"interval": 1}}) as runner:
+        config = {
+            "steps": 2,
+            "seed": 1,
+            "dir": f"{place}/run",
+            "optim": {"type": "adamw", "lr": 0.1},
+        }
+        with TracingRunner(
+            {**config, "dataloader": {"batch_size": 2}, "checkpoint": {"interval": 1}}
+        ) as runner:
             runner.train()
     numpy.random.set_state(numpy_state)
 
@@ -86,4 +93,6 @@ def _places() -> Iterator[int]:
         span, permissions, _, _, file, *name = line.split(maxsplit=5)
         if permissions == "rw-p" and file == "0" and name in ([], ["[heap]"]):
             begin, end = (int(address, 16) for address in span.split("-"))
-            yield from range(-(-begin // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE, _HUGE_PAGE)
+            yield from range(
+                -(-begin // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE, _HUGE_PAGE
+            )

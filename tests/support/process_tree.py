@@ -40,12 +40,20 @@ def descendants(root: int, *, without: Iterable[int] = (), since: float = 0.0) -
         if before == found:
             break
     ignored = set(without)
-    return {pid: _command_line(pid) for pid, began in found.items() if pid not in ignored and began >= since}
+    return {
+        pid: _command_line(pid)
+        for pid, began in found.items()
+        if pid not in ignored and began >= since
+    }
 
 
 def seconds_since_boot() -> float:
     """Return the time by which the kernel notes the start of processes, in its steps."""
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS) / _TICKS if sys.platform == "linux" else 0.0
+    return (
+        int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS) / _TICKS
+        if sys.platform == "linux"
+        else 0.0
+    )
 
 
 def _below(root: int) -> dict[int, float]:
@@ -79,7 +87,13 @@ def _read(file: str) -> bytes:
 
 def _command_line(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     return ""
 
 

@@ -102,7 +102,9 @@ def run_outcomes(
     """Run `function(*args, **kwargs)` in `world_size` processes, and return how every rank ended, in the order in which they ended."""
     parts = _by_file(function), pickle.dumps((args, kwargs))
     with _launched(parts, world_size, init_process_group, environment or {}) as members:
-        return _collect(members, time.monotonic() + patience(timeout), timeout, patience(grace), stop)
+        return _collect(
+            members, time.monotonic() + patience(timeout), timeout, patience(grace), stop
+        )
 
 
 @dataclass
@@ -117,7 +119,10 @@ class _Member:
 
 @contextlib.contextmanager
 def _launched(
-    parts: tuple[tuple[str, str, str], bytes], world_size: int, init_process_group: bool, environment: Mapping[str, str]
+    parts: tuple[tuple[str, str, str], bytes],
+    world_size: int,
+    init_process_group: bool,
+    environment: Mapping[str, str],
 ) -> Iterator[list[_Member]]:
     members: list[_Member] = []
     port, held = _held_port()
@@ -126,7 +131,9 @@ def _launched(
         for rank in range(world_size):
             own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_enter, args=(theirs, *parts, own, os.getcwd(), init_process_group))
+            process = _CONTEXT.Process(
+                target=_enter, args=(theirs, *parts, own, os.getcwd(), init_process_group)
+            )
             process.start()
             theirs.close()
             members.append(_Member(rank, process, ours))
@@ -194,7 +201,11 @@ def fork_server() -> None:
             os.close(ours)
             _serve(listener, alive)
         os.close(alive)
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = (
+        address,
+        ours,
+        pid,
+    )
 
 
 def _serve(listener: socket.socket, alive: int) -> None:
@@ -211,7 +222,9 @@ def _serve(listener: socket.socket, alive: int) -> None:
             warnings.simplefilter("ignore", kind)
         warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
         sys.meta_path[:] = [
-            finder for finder in sys.meta_path if type(finder).__module__ != "_pytest.assertion.rewrite"
+            finder
+            for finder in sys.meta_path
+            if type(finder).__module__ != "_pytest.assertion.rewrite"
         ]
         select.select([listener.fileno(), alive], [], [])
         preload()
@@ -242,7 +255,11 @@ def server_processes() -> set[int]:
 
 
 def _collect(
-    members: Sequence[_Member], end: float, timeout: float, grace: float, stop: threading.Event | None
+    members: Sequence[_Member],
+    end: float,
+    timeout: float,
+    grace: float,
+    stop: threading.Event | None,
 ) -> list[Outcome]:
     """Wait for all members, shorten the wait once one has failed, kill who is late."""
     open_members = list(members)
@@ -323,7 +340,9 @@ def _conclude(member: _Member, timeout: float) -> Outcome:
     if hung:
         fate = f"did not end: killed (timeout {timeout:g} s, less once another rank has failed)"
     else:
-        fate = f"died with exit code {code}" + (" after it had returned" if member.report is not None else "")
+        fate = f"died with exit code {code}" + (
+            " after it had returned" if member.report is not None else ""
+        )
     return Outcome(member.rank, None, ProcessFailure(f"Rank {member.rank} {fate}."), "", code)
 
 
@@ -340,7 +359,10 @@ def _end(member: _Member) -> None:
 
 
 def _report(outcomes: Sequence[Outcome]) -> str:
-    parts = [f"Rank {o.rank} (exit code {o.exit_code}):\n{o.traceback or o.error or 'returned'}" for o in outcomes]
+    parts = [
+        f"Rank {o.rank} (exit code {o.exit_code}):\n{o.traceback or o.error or 'returned'}"
+        for o in outcomes
+    ]
     return "\n".join(parts)
 
 
@@ -371,7 +393,9 @@ def _enter(
         value = _call(target, args, kwargs, init_process_group)
         message = (time.monotonic(), True, pickle.dumps(value), "")
     except BaseException as error:
-        pipe.send_bytes(pickle.dumps((time.monotonic(), False, _pickled_error(error), traceback.format_exc())))
+        pipe.send_bytes(
+            pickle.dumps((time.monotonic(), False, _pickled_error(error), traceback.format_exc()))
+        )
         # No clean-up: the other ranks see the connection break, as they do when a process dies.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -412,7 +436,9 @@ def _by_file(function: Callable[..., Any]) -> tuple[str, str, str]:
     """Describe a function by module, file and name: pytest's modules cannot be imported by name elsewhere."""
     name, module = function.__qualname__, function.__module__
     if "<" in name:
-        raise ValueError(f"Expected a function of a module. Received: {name!r}. Move it to the top of the file.")
+        raise ValueError(
+            f"Expected a function of a module. Received: {name!r}. Move it to the top of the file."
+        )
     return module, inspect.getfile(function), name
 
 

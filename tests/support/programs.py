@@ -22,10 +22,14 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo", "OMP_NUM_THREA
 """Environment in which processes talk over the loopback."""
 
 
-def python(script: str | Path, *args: str, environment: Mapping[str, str] | None = None, warm: bool = False) -> Job:
+def python(
+    script: str | Path, *args: str, environment: Mapping[str, str] | None = None, warm: bool = False
+) -> Job:
     """Start a Python script, single-threaded, in the working directory of the test."""
     command = interpreter() if warm else sys.executable
-    return Job([command, str(script), *args], environment={"OMP_NUM_THREADS": "1", **(environment or {})})
+    return Job(
+        [command, str(script), *args], environment={"OMP_NUM_THREADS": "1", **(environment or {})}
+    )
 
 
 def run_python(
@@ -50,7 +54,15 @@ def torchrun(
     """Start a script under torchrun, for signals, restarts and launch flags; else `support.processes` is quicker."""
     command = [interpreter(), "-m", "torch.distributed.run", "--nnodes", "1"]
     command += ["--nproc-per-node", str(nproc_per_node), "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", *flags, str(script), *args]
+    command += [
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "--local-addr",
+        "127.0.0.1",
+        *flags,
+        str(script),
+        *args,
+    ]
     return Job(command, environment={**LOOPBACK, **variables(), **(environment or {})})
 
 
@@ -65,7 +77,9 @@ def run_program(
     """Run a script to its end, under torchrun if there is more than one process."""
     if nproc_per_node == 1:
         return run_python(script, *args, timeout=timeout, environment=environment, warm=True)
-    with torchrun(script, *args, nproc_per_node=nproc_per_node, flags=flags, environment=environment) as job:
+    with torchrun(
+        script, *args, nproc_per_node=nproc_per_node, flags=flags, environment=environment
+    ) as job:
         return job.wait(timeout)
 
 

@@ -23,7 +23,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def record_run(root: Path, *, lineage: str = "toy", lr: float = 0.01, steps: int = 12, **settings: Any) -> Path:
+def record_run(
+    root: Path, *, lineage: str = "toy", lr: float = 0.01, steps: int = 12, **settings: Any
+) -> Path:
     """Train the small runner with averaged weights and return its run directory below `root`."""
     own = {"steps": steps, "lineage": lineage, "workspace_root": str(root)}
     with TracingRunner(
@@ -60,10 +62,16 @@ def command(*words: str) -> Callable[[Path, Path], None]:
 def bounded(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the command `danling` in a process with half a minute and 2 GiB of memory on top of what torch takes."""
     command = [interpreter(), "-c", _BOUNDED, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+    )
 
 
-def danling(*arguments: str | Path, timeout: float = 100.0, warm: bool = False) -> subprocess.CompletedProcess[str]:
+def danling(
+    *arguments: str | Path, timeout: float = 100.0, warm: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run the command `danling` in a process of its own, to its end."""
     command = [interpreter() if warm else sys.executable, "-m", "danling", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+    )

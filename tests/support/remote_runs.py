@@ -17,7 +17,9 @@ from danling.remote.store import RemoteStore
 from danling.remote.stored_run import RunLayout
 
 
-def copied(root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+def copied(
+    root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: Any
+) -> dict[str, Any]:
     """Return the configuration of a `TracingRunner` of four updates that a store has a copy of."""
     return {
         "steps": 4,
@@ -31,7 +33,9 @@ def copied(root: Path, url: str, *, checkpoint: Mapping[str, Any], **changes: An
     }
 
 
-def upload_run(directory: Path, store: RemoteStore, layout: RunLayout, *, checkpoints: str = "checkpoints") -> None:
+def upload_run(
+    directory: Path, store: RemoteStore, layout: RunLayout, *, checkpoints: str = "checkpoints"
+) -> None:
     """Copy a run directory as it is now: contents first, then manifests, then pointers, then the other files."""
     place, below = directory / checkpoints, layout.checkpoints
     for sums in sorted(place.glob(f"*{SUFFIX}{FILE_SUMS}")):

@@ -37,7 +37,12 @@ class Lighthouse:
         }
         program = Path(sys.executable).with_name("torchft_lighthouse")
         bind = f"127.0.0.1:{port}"
-        self._command = [str(program), "--bind", bind, *(f"--{name}={value}" for name, value in flags.items())]
+        self._command = [
+            str(program),
+            "--bind",
+            bind,
+            *(f"--{name}={value}" for name, value in flags.items()),
+        ]
         self._port = port
         self.address = f"http://{bind}"
         self.start()
@@ -123,7 +128,9 @@ class ReplicaGroup:
         self.join()
         by_rank = sorted(self.outcomes, key=lambda outcome: outcome.rank)
         failed = [outcome for outcome in by_rank if outcome.error is not None]
-        assert not failed, "\n".join(f"rank {o.rank} ({o.exit_code}): {o.error}\n{o.traceback}" for o in failed)
+        assert not failed, "\n".join(
+            f"rank {o.rank} ({o.exit_code}): {o.error}\n{o.traceback}" for o in failed
+        )
         return [outcome.value for outcome in by_rank]
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:

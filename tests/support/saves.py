@@ -30,11 +30,20 @@ KINDS = ("file", "dcp")
 def rows(run: Path) -> list[tuple[int, tuple[str, ...]]]:
     """Return the step and the names of each row of `metrics.jsonl`, without the entries that each row has."""
     records = read_jsonl(run / "metrics.jsonl")
-    return [(int(str(record["step"])), tuple(sorted({*record} - {"step", "time", "ranks"}))) for record in records]
+    return [
+        (int(str(record["step"])), tuple(sorted({*record} - {"step", "time", "ranks"})))
+        for record in records
+    ]
 
 
 def make_manager(
-    kind: str, directory: Path, *, mode: str = "disabled", keep: int = 2, run: str = "run", **settings: Any
+    kind: str,
+    directory: Path,
+    *,
+    mode: str = "disabled",
+    keep: int = 2,
+    run: str = "run",
+    **settings: Any,
 ) -> CheckpointManager:
     policy = CheckpointSettings(async_mode=mode, keep_latest_k=keep, **settings)
     made = FileCheckpointManager if kind == "file" else TorchDistributedCheckpointManager
@@ -69,7 +78,9 @@ def load(manager: CheckpointManager, source: str | Path) -> int:
     """Load a checkpoint and return its step."""
     loaded = manager.load_checkpoint(source)
     step: int = loaded["state"]["step"]
-    assert torch.equal(loaded["model"]["weight"], weights(step)), "weights and step of different saves"
+    assert torch.equal(loaded["model"]["weight"], weights(step)), (
+        "weights and step of different saves"
+    )
     return step
 
 
@@ -87,7 +98,9 @@ def go_on(
     return found, manager
 
 
-def record_saves(kind: str, directory: Path, steps: Iterable[int] = (1, 2, 3), *, keep: int = 2) -> Path:
+def record_saves(
+    kind: str, directory: Path, steps: Iterable[int] = (1, 2, 3), *, keep: int = 2
+) -> Path:
     """Make a directory with saves: the first one is the best, and the last one has no name in history."""
     manager = make_manager(kind, directory, keep=keep)
     *earlier, last = steps
@@ -118,8 +131,14 @@ def train_on(kind: str, directory: Path, until: int, *, mode: str = "disabled") 
 
 def litter(directory: Path) -> list[str]:
     """Return what killed saves have left below a run directory or a directory of checkpoints."""
-    names = [path for path in directory.rglob("*") if path.name.startswith(storage.STAGED) or path.suffix == ".next"]
+    names = [
+        path
+        for path in directory.rglob("*")
+        if path.name.startswith(storage.STAGED) or path.suffix == ".next"
+    ]
     names += [*directory.rglob(".*.tmp"), *directory.rglob("*.aside-*")]
     names += [path for path in directory.rglob("*.pth.sha256") if not path.with_suffix("").exists()]
-    names += [path for path in directory.rglob("targets/*") if not (path / "manifest.sha256").exists()]
+    names += [
+        path for path in directory.rglob("targets/*") if not (path / "manifest.sha256").exists()
+    ]
     return [str(path.relative_to(directory)) for path in names]

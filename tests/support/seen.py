@@ -44,8 +44,17 @@ def seen(
     **length: int,
 ) -> list[Any]:
     """Train, from the newest checkpoint of the directory where it has one, and return what was trained on."""
-    config: dict[str, Any] = {"seed": 1, "log": False, "dir": str(directory), "auto_resume": True, **length}
-    config |= {"optim": {"type": "sgd", "lr": 1e-6}, "dataloader": {"batch_size": 4, "num_workers": workers}}
+    config: dict[str, Any] = {
+        "seed": 1,
+        "log": False,
+        "dir": str(directory),
+        "auto_resume": True,
+        **length,
+    }
+    config |= {
+        "optim": {"type": "sgd", "lr": 1e-6},
+        "dataloader": {"batch_size": 4, "num_workers": workers},
+    }
     with make(config) as runner:
         runner.stop_at = stop
         runner.train()
@@ -53,7 +62,9 @@ def seen(
         return runner.seen
 
 
-def assert_goes_on_alike(make: Callable[[dict[str, Any]], Seeing], directory: Path, *, workers: int) -> None:
+def assert_goes_on_alike(
+    make: Callable[[dict[str, Any]], Seeing], directory: Path, *, workers: int
+) -> None:
     """Train 14 updates of a pass of 6 without a stop, and in two parts by other workers: the same tensors, and others in each pass."""
     whole = seen(make, directory / "whole", steps=14)
     parts = [seen(make, directory / "parts", workers=workers, steps=steps) for steps in (5, 14)]

@@ -110,11 +110,16 @@ class AnyStackRunner(dl.Runner):
         self.criterion = nn.CrossEntropyLoss()
         if scaled:
             self.criterion.scale = nn.Parameter(torch.ones(()))
-        self.datasets = {"train": Points(self.config.get("points", 38), dtype), "val": Points(7, dtype)}
+        self.datasets = {
+            "train": Points(self.config.get("points", 38), dtype),
+            "val": Points(7, dtype),
+        }
 
     def train_step(self, data: dict[str, Any]) -> tuple[Any, Tensor]:
         spoiled = self.rank == self.world_size - 1 and self.train_state.attempted in self.spoiled
-        return super().train_step((data["input"] * torch.nan if spoiled else data["input"], data["target"]))
+        return super().train_step(
+            (data["input"] * torch.nan if spoiled else data["input"], data["target"])
+        )
 
     def evaluate_step(self, data: dict[str, Any]) -> tuple[Any, Tensor | None]:
         return super().evaluate_step((data["input"], data["target"]))
@@ -131,7 +136,9 @@ class AnyStackRunner(dl.Runner):
         rate = self.optimizer.param_groups[0]["lr"]
         outcome = super().step()
         assert outcome.grad_norm is not None
-        self.trace.append((float(outcome.loss_sum), float(outcome.weight), rate, float(outcome.grad_norm)))
+        self.trace.append(
+            (float(outcome.loss_sum), float(outcome.weight), rate, float(outcome.grad_norm))
+        )
         return outcome
 
 
@@ -147,7 +154,13 @@ def copied(value: Any) -> Any:
 def settings(root: Path | str, stack: str = "deepspeed", **changes: Any) -> dict[str, Any]:
     """Return a configuration of ten updates on one process and six on two, where the last window of an epoch is a shorter one."""
     loader, schedule = {"batch_size": 4, "drop_last": False}, {"type": "cosine", "warmup_steps": 2}
-    base = {"stack": stack, "epochs": 2, "max_grad_norm": 0.3, "dataloader": loader, "scheduler": schedule}
+    base = {
+        "stack": stack,
+        "epochs": 2,
+        "max_grad_norm": 0.3,
+        "dataloader": loader,
+        "scheduler": schedule,
+    }
     return whole_settings(root, **{**base, "ema": {}, "log": False, **changes})
 
 
@@ -159,7 +172,11 @@ def train(config: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     """Train and return the trace, the figures and the whole state, less what says on which attempt it was reached."""
     with AnyStackRunner(config, **options) as runner:
         runner.train()
-        return {"trace": runner.trace, "results": dict(runner.results), "state": copied(whole_state(runner))}
+        return {
+            "trace": runner.trace,
+            "results": dict(runner.results),
+            "state": copied(whole_state(runner)),
+        }
 
 
 def train_each(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:

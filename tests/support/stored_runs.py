@@ -82,7 +82,9 @@ class StoredRun(dl.Runner):
     def __init__(self, config: dict[str, Any], *, draws: bool = True) -> None:
         super().__init__(config)
         drop = nn.Dropout(0.2 if draws else 0.0)
-        self.model = nn.Sequential(Centred(), nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), drop, nn.Linear(8, 3))
+        self.model = nn.Sequential(
+            Centred(), nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), drop, nn.Linear(8, 3)
+        )
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": Points(draws)}
         self.seen, self.history, self.total = 0, list[float](), torch.zeros(3, dtype=torch.float64)
@@ -102,9 +104,21 @@ class StoredRun(dl.Runner):
 
 def settings(kind: str, root: Path | str, steps: int, **more: Any) -> dict[str, Any]:
     """Return the configuration of the run, up to an update."""
-    config: dict[str, Any] = {"dir": str(root), "seed": 3, "log": False, "accum_steps": 2, "steps": steps}
-    config |= {"optim": {"type": "adamw", "lr": 1e-2}, "scheduler": {"type": "cosine", "total_steps": 20}}
-    config |= {"dataloader": {"batch_size": 4 // KINDS[kind]}, "ema": {"enabled": True, "decay": 0.9}}
+    config: dict[str, Any] = {
+        "dir": str(root),
+        "seed": 3,
+        "log": False,
+        "accum_steps": 2,
+        "steps": steps,
+    }
+    config |= {
+        "optim": {"type": "adamw", "lr": 1e-2},
+        "scheduler": {"type": "cosine", "total_steps": 20},
+    }
+    config |= {
+        "dataloader": {"batch_size": 4 // KINDS[kind]},
+        "ema": {"enabled": True, "decay": 0.9},
+    }
     config |= {"checkpoint": {"interval": 1000, "async_mode": "disabled"}}
     if kind == "sharded":
         config |= {"stack": "parallel", "parallel": {"axes": {"shard": 2}}}
@@ -113,7 +127,10 @@ def settings(kind: str, root: Path | str, steps: int, **more: Any) -> dict[str, 
 
 def weights(runner: dl.Runner) -> dict[str, Tensor]:
     """Return the whole weights. Called on all ranks."""
-    return {name: whole(value).detach().cpu().clone() for name, value in runner.model_state_dict().items()}
+    return {
+        name: whole(value).detach().cpu().clone()
+        for name, value in runner.model_state_dict().items()
+    }
 
 
 def train(kind: str, root: str, steps: int, *, draws: bool, **more: Any) -> dict[str, Tensor]:
@@ -126,7 +143,9 @@ def train(kind: str, root: str, steps: int, *, draws: bool, **more: Any) -> dict
 def write(kind: str, folder: Path) -> None:
     """Write the fixture of a kind."""
     with tempfile.TemporaryDirectory() as root:
-        run_processes(train, kind, f"{root}/middle", MIDDLE, draws=True, world_size=KINDS[kind], timeout=300)
+        run_processes(
+            train, kind, f"{root}/middle", MIDDLE, draws=True, world_size=KINDS[kind], timeout=300
+        )
         found = Path(root, "middle", "checkpoints")
         folder.mkdir(parents=True)
         for path in sorted(found.iterdir()):
@@ -134,7 +153,9 @@ def write(kind: str, folder: Path) -> None:
                 (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / path.name)
         latest = folder / ("latest.pth" if kind == "file" else "latest")
         options = {"draws": False, "resume": str(latest)}
-        ends = run_processes(train, kind, f"{root}/end", END, world_size=KINDS[kind], timeout=300, **options)
+        ends = run_processes(
+            train, kind, f"{root}/end", END, world_size=KINDS[kind], timeout=300, **options
+        )
         torch.save(ends[0], folder / "end.pt")
 
 

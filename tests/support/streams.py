@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import danling as dl
-from danling.stream import FeatureProducer, FeatureStore, RefChannel, SampleRef, StreamLoader, TensorSpec
+from danling.stream import (
+    FeatureProducer,
+    FeatureStore,
+    RefChannel,
+    SampleRef,
+    StreamLoader,
+    TensorSpec,
+)
 
 
 class Points(Dataset[dict[str, Any]]):
@@ -42,7 +49,9 @@ def frozen_target() -> nn.Linear:
 class Target(FeatureProducer):
     """Produces what the target says of points."""
 
-    def __init__(self, config: Mapping[str, Any], *, indices: Sequence[int], **options: Any) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], *, indices: Sequence[int], **options: Any
+    ) -> None:
         super().__init__(config, **options)
         self.model = frozen_target()
         self.datasets = {"predict": Points(indices)}
@@ -85,7 +94,9 @@ class Draft(dl.TorchRunner):
         return pred, loss
 
     def end(self) -> tuple[list[tuple[int, float]], dict[str, Tensor]]:
-        return self.trace, {name: value.clone() for name, value in self.unwrapped_model.state_dict().items()}
+        return self.trace, {
+            name: value.clone() for name, value in self.unwrapped_model.state_dict().items()
+        }
 
 
 class Stopped(Exception):
@@ -94,11 +105,24 @@ class Stopped(Exception):
 
 def settings(directory: Path, **changes: Any) -> dict[str, Any]:
     """Return the configuration of a run that goes on where it was."""
-    base: dict[str, Any] = {"seed": 1, "steps": 5, "dir": str(directory), "auto_resume": True, "accum_steps": 2}
+    base: dict[str, Any] = {
+        "seed": 1,
+        "steps": 5,
+        "dir": str(directory),
+        "auto_resume": True,
+        "accum_steps": 2,
+    }
     return {**base, "checkpoint": {"interval": 2, "async_enabled": False}, **changes}
 
 
-def publish(store: FeatureStore, channel: RefChannel, indices: Sequence[int], *, end: bool = True, **meta: Any) -> None:
+def publish(
+    store: FeatureStore,
+    channel: RefChannel,
+    indices: Sequence[int],
+    *,
+    end: bool = True,
+    **meta: Any,
+) -> None:
     """Put what `Target` would into a stream, without a runner."""
     target = frozen_target()
     points = Points(indices)
@@ -115,7 +139,9 @@ def publish(store: FeatureStore, channel: RefChannel, indices: Sequence[int], *,
 
 def reference(object_id: str, tensors: Mapping[str, Tensor], sample: str = "sample 7") -> SampleRef:
     """Return what a log says of a sample with these features."""
-    return SampleRef(sample, object_id, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+    return SampleRef(
+        sample, object_id, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+    )
 
 
 def assert_same(one: Any, other: Any) -> None:

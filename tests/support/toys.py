@@ -38,7 +38,9 @@ class Small(dl.TorchRunner):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self.datasets = {"train": TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 2)}
+        self.datasets = {
+            "train": TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 2)
+        }
         self.model, self.criterion = nn.Linear(4, 2), nn.CrossEntropyLoss()
 
 
@@ -50,12 +52,22 @@ def settings(root: Path | str, **more: Any) -> dict[str, Any]:
 
 def whole_settings(root: Path | str, **more: Any) -> dict[str, Any]:
     """Return the configuration of a run below a directory in which everything moves: windows, averages, moments and a schedule."""
-    base: dict[str, Any] = {"workspace_root": str(root), "seed": 3, "accum_steps": 2, "log_interval": 1000}
-    base |= {"dataloader": {"batch_size": 2, "drop_last": False}, "ema": {"enabled": True, "decay": 0.9}}
+    base: dict[str, Any] = {
+        "workspace_root": str(root),
+        "seed": 3,
+        "accum_steps": 2,
+        "log_interval": 1000,
+    }
+    base |= {
+        "dataloader": {"batch_size": 2, "drop_last": False},
+        "ema": {"enabled": True, "decay": 0.9},
+    }
     return {**base, "optim": {"type": "adamw", "lr": 1e-2}, "scheduler": {"type": "cosine"}, **more}
 
 
-def in_parts(make: Callable[[dict[str, Any]], Any], root: Path, stops: Sequence[int], **more: Any) -> tuple[Any, Any]:
+def in_parts(
+    make: Callable[[dict[str, Any]], Any], root: Path, stops: Sequence[int], **more: Any
+) -> tuple[Any, Any]:
     """Train a run that is left alone, and one that is resumed after each of some updates; return both, closed."""
     runners = []
     for name, ends in (("whole", stops[-1:]), ("parts", stops)):
@@ -107,12 +119,16 @@ class TracingRunner(dl.TorchRunner):
 
     not_saved = ("ids", "trace")
 
-    def __init__(self, config: Mapping[str, Any], *, stop_at: int | None = None, train_size: int = 26) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], *, stop_at: int | None = None, train_size: int = 26
+    ) -> None:
         super().__init__(config)
         self.stop_at = stop_at
         self.ids: list[int] = []
         self.trace: list[tuple[float, float, float]] = []
-        self.model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3))
+        self.model = nn.Sequential(
+            nn.Linear(6, 12), nn.LayerNorm(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3)
+        )
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": NoisyPoints(train_size), "val": NoisyPoints(7)}
         self.metrics = {"acc": dl.metrics.accuracy}
@@ -148,7 +164,21 @@ def differences(first: Any, second: Any, path: str = "") -> list[str]:
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         if first.keys() != second.keys():
             return [f"{path}: keys {sorted(map(str, first.keys() ^ second.keys()))}"]
-        return [line for key in first for line in differences(first[key], second[key], f"{path}/{key}")]
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) and len(first) == len(second):
-        return [line for i, (a, b) in enumerate(zip(first, second)) for line in differences(a, b, f"{path}/{i}")]
-    return [] if first == second or (first != first and second != second) else [f"{path}: {first!r} is not {second!r}"]
+        return [
+            line for key in first for line in differences(first[key], second[key], f"{path}/{key}")
+        ]
+    if (
+        isinstance(first, (list, tuple))
+        and isinstance(second, (list, tuple))
+        and len(first) == len(second)
+    ):
+        return [
+            line
+            for i, (a, b) in enumerate(zip(first, second))
+            for line in differences(a, b, f"{path}/{i}")
+        ]
+    return (
+        []
+        if first == second or (first != first and second != second)
+        else [f"{path}: {first!r} is not {second!r}"]
+    )

@@ -9,7 +9,14 @@ from typing import Any
 import danling as dl
 
 
-def tracked(directory: Path = Path(), step: int = 0, *, run: str = "abc-00ff", main: bool = True, **config: Any) -> Any:
+def tracked(
+    directory: Path = Path(),
+    step: int = 0,
+    *,
+    run: str = "abc-00ff",
+    main: bool = True,
+    **config: Any,
+) -> Any:
     """Return a runner in a directory that has made so many steps."""
     workspace = SimpleNamespace(
         dir=directory,

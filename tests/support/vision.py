@@ -9,8 +9,22 @@ import pytest
 import torch
 
 _OPERATORS = (
-    *("nms", "qnms", "roi_align", "_roi_align_backward", "roi_pool", "_roi_pool_backward", "ps_roi_align"),
-    *("_ps_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward", "deform_conv2d", "_deform_conv2d_backward"),
+    *(
+        "nms",
+        "qnms",
+        "roi_align",
+        "_roi_align_backward",
+        "roi_pool",
+        "_roi_pool_backward",
+        "ps_roi_align",
+    ),
+    *(
+        "_ps_roi_align_backward",
+        "ps_roi_pool",
+        "_ps_roi_pool_backward",
+        "deform_conv2d",
+        "_deform_conv2d_backward",
+    ),
 )
 _library: torch.library.Library | None = None
 

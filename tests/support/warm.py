@@ -126,7 +126,9 @@ def _accept(selector: selectors.BaseSelector, listener: socket.socket) -> None:
         return
     program = _Program(pid, line)
     selector.register(line, selectors.EVENT_READ, lambda selector: _heard(selector, program))
-    selector.register(program.ended, selectors.EVENT_READ, lambda selector: _ended(selector, program))
+    selector.register(
+        program.ended, selectors.EVENT_READ, lambda selector: _ended(selector, program)
+    )
 
 
 def _heard(selector: selectors.BaseSelector, program: _Program) -> None:
@@ -205,8 +207,13 @@ def _forget_the_server() -> None:
     tests = str(Path(__file__).parents[1])
     examples = str(Path(__file__).parents[2] / "examples")
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = [*given, *(path for path in sys.path if path not in {tests, examples, "", *given})]
-    customized = next((file for path in given if (file := Path(path) / "sitecustomize.py").exists()), None)
+    sys.path[:] = [
+        *given,
+        *(path for path in sys.path if path not in {tests, examples, "", *given}),
+    ]
+    customized = next(
+        (file for path in given if (file := Path(path) / "sitecustomize.py").exists()), None
+    )
     if customized is not None:
         runpy.run_path(str(customized), run_name="sitecustomize")
 
@@ -221,7 +228,9 @@ def _open_streams() -> None:
 def _written(number: int, unbuffered: bool, errors: str = "strict") -> io.TextIOWrapper:
     raw: Any = open(number, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
     by_line = number == 2 or os.isatty(number)
-    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=by_line, write_through=unbuffered)
+    return io.TextIOWrapper(
+        raw, encoding="utf-8", errors=errors, line_buffering=by_line, write_through=unbuffered
+    )
 
 
 def _code_of(program: Callable[[], None]) -> int:
@@ -267,7 +276,11 @@ def _run(name: str, args: list[str]) -> None:
         sys.path.insert(0, "")
     else:
         try:
-            code, file, sys.argv = Path(what).read_text(encoding="utf-8"), os.path.abspath(what), args
+            code, file, sys.argv = (
+                Path(what).read_text(encoding="utf-8"),
+                os.path.abspath(what),
+                args,
+            )
         except OSError as error:
             sys.exit(f"python: can't open file {what!r}: {error}")
         sys.path.insert(0, str(Path(what).resolve().parent))

@@ -13,7 +13,14 @@ import socket
 import sys
 from types import FrameType
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 def main(address: str, python: str) -> None:
@@ -31,7 +38,9 @@ def main(address: str, python: str) -> None:
         "args": args,
         "environment": dict(os.environ),
         "directory": os.getcwd(),
-        "ignored": [int(number) for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN],
+        "ignored": [
+            int(number) for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN
+        ],
     }
     line = socket.socket(socket.AF_UNIX)
     line.connect(address)

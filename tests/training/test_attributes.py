@@ -30,10 +30,19 @@ class Counts:
         self.mean = (
             torch.ones(1, requires_grad=True) * 2.0
         )  # part of a graph, as a mean of losses that are not detached
-        self.generators: list[Any] = [torch.Generator(), numpy.random.default_rng(1), random.Random(2)]
+        self.generators: list[Any] = [
+            torch.Generator(),
+            numpy.random.default_rng(1),
+            random.Random(2),
+        ]
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"seen": self.seen, "again": self.seen, "later": self.later, "generators": self.generators}
+        own = {
+            "seen": self.seen,
+            "again": self.seen,
+            "later": self.later,
+            "generators": self.generators,
+        }
         return {**own, "mean": self.mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -64,10 +73,16 @@ class Keeping(Small):
         return self.counts.draw()
 
 
-CONFIG: dict[str, Any] = {"dataloader": {"batch_size": 8}, "optim": {"type": "sgd", "lr": 0.1}, "log": False}
+CONFIG: dict[str, Any] = {
+    "dataloader": {"batch_size": 8},
+    "optim": {"type": "sgd", "lr": 0.1},
+    "log": False,
+}
 
 
-def test_states_with_shared_values_and_generators_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_states_with_shared_values_and_generators_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also an attribute that is set anew after the restore, or that a checkpoint of before lacks, is named."""
     config = {**CONFIG, "dir": str(tmp_path)}
     with Keeping({**config, "steps": 1}) as runner:
@@ -76,9 +91,16 @@ def test_states_with_shared_values_and_generators_come_back(tmp_path: Path, capl
         drawn = runner.counts.draw()
     with Keeping({**config, "steps": 2, "auto_resume": True}) as runner:
         assert runner.counts.draw() == drawn and runner.size == torch.Size([3, 4])
-        assert runner.counts.mean == 4.0 and runner.counts.seen["a"] == 1 and runner.counts.seen["b"] == 0
+        assert (
+            runner.counts.mean == 4.0
+            and runner.counts.seen["a"] == 1
+            and runner.counts.seen["b"] == 0
+        )
         assert runner.counts.later[1]["a"] == 2 and runner.counts.later[1]["b"] == 0
-        assert runner.second[1].weight is runner.second[0].weight and runner.second[1].weight.eq(7).all()
+        assert (
+            runner.second[1].weight is runner.second[0].weight
+            and runner.second[1].weight.eq(7).all()
+        )
         runner.size, runner.late = torch.Size([5]), 1
         runner.load_checkpoint(tmp_path / "checkpoints" / "latest.pth")
         assert "self.late: changed since the program set it" in caplog.text
@@ -109,11 +131,23 @@ class Losing(Small):
         return super().train_step(data)
 
 
-def test_changing_unsavable_attribute_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Losing({**CONFIG, "dir": str(tmp_path), "steps": 4, "checkpoint": {"interval": 1}}) as runner:
+def test_changing_unsavable_attribute_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Losing(
+        {**CONFIG, "dir": str(tmp_path), "steps": 4, "checkpoint": {"interval": 1}}
+    ) as runner:
         runner.train()
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Not saved: ")]
-    assert [each.split(": ")[1] for each in said] == ["self.batches", "self.teacher", "self.own, self.made, self.pairs"]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.getMessage().startswith("Not saved: ")
+    ]
+    assert [each.split(": ")[1] for each in said] == [
+        "self.batches",
+        "self.teacher",
+        "self.own, self.made, self.pairs",
+    ]
 
 
 class Sharp(torch.optim.SGD):
@@ -130,7 +164,9 @@ def test_an_optimizer_inside_of_the_optimizer_is_saved_once(name: str, tmp_path:
         def __init__(self, config: dict[str, Any]) -> None:
             super().__init__(config)
             self.fast = torch.optim.Adam(self.model.parameters(), lr=0.1)
-            self.optimizer = Sharp(self.model.parameters(), name, [self.fast] if name == "optimizers" else self.fast)
+            self.optimizer = Sharp(
+                self.model.parameters(), name, [self.fast] if name == "optimizers" else self.fast
+            )
 
         def optimizer_step(self) -> None:
             self.fast.step()
@@ -167,7 +203,12 @@ class Handle:
     """What belongs to a process, and a count, which is saved."""
 
     def __init__(self) -> None:
-        self.lock, self.loop, self.log, self.count = threading.Lock(), len, logging.getLogger("x"), 0
+        self.lock, self.loop, self.log, self.count = (
+            threading.Lock(),
+            len,
+            logging.getLogger("x"),
+            0,
+        )
 
 
 class Bringing(Small):
@@ -188,7 +229,11 @@ class Bringing(Small):
         self.when = datetime.datetime(2026, 1, 1)
         # Left to the program, and not named.
         self.function, self.kind, self.module, self.lock = len, Small, math, threading.RLock()
-        self.logger, self.tokenizer, self.table = logging.getLogger("mine"), WordTokenizer(), Table()
+        self.logger, self.tokenizer, self.table = (
+            logging.getLogger("mine"),
+            WordTokenizer(),
+            Table(),
+        )
         self.place, self.device_of, self.handle = Path("there"), torch.device("cpu"), Handle()
 
     def train_step(self, data: Any) -> Any:
@@ -227,13 +272,17 @@ def test_attributes_without_an_encoding_are_listed_once_at_the_first_save(
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 3)])
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_saved_tensor_replaces_one_of_another_layout(layout: torch.layout, shape: tuple[int, int]) -> None:
+def test_saved_tensor_replaces_one_of_another_layout(
+    layout: torch.layout, shape: tuple[int, int]
+) -> None:
     saved = torch.arange(9.0).reshape(3, 3)
     restored = decode_tensor(saved, torch.ones(shape).to_sparse(layout=layout))
     assert torch.equal(restored, saved) and restored is not saved
 
 
-@pytest.mark.parametrize("name", ["by_object", "sparse", "nested", "when", "handle.loop", "deep.next"])
+@pytest.mark.parametrize(
+    "name", ["by_object", "sparse", "nested", "when", "handle.loop", "deep.next"]
+)
 def test_replaced_or_grown_attributes_without_an_encoding_are_warned_of(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,9 +302,13 @@ def test_replaced_or_grown_attributes_without_an_encoding_are_warned_of(
     config = {**CONFIG, "dir": str(tmp_path), "steps": 2, "checkpoint": {"interval": 1}}
     with Changing(config) as runner:
         runner.train()
-    said = [record.getMessage() for record in caplog.records if "Not saved: " in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "Not saved: " in record.getMessage()
+    ]
     shown = {"nested": "nested['unique']", "deep.next": "deep"}.get(name, name)
-    assert len(said) == 1 and said[0].startswith(f"Not saved: self.{shown}: changed since the program set it")
+    assert len(said) == 1 and said[0].startswith(
+        f"Not saved: self.{shown}: changed since the program set it"
+    )
 
 
 def test_the_list_of_attributes_without_an_encoding_is_bounded(
@@ -272,7 +325,11 @@ def test_the_list_of_attributes_without_an_encoding_is_bounded(
         Many({**CONFIG, "dir": str(tmp_path), "steps": 1}) as runner,
     ):
         runner.train()
-    (line,) = [record.getMessage() for record in caplog.records if "have no encoding" in record.getMessage()]
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "have no encoding" in record.getMessage()
+    ]
     assert line.count("(a date)") == 20 and ", 6 more. A resumed run" in line
 
 

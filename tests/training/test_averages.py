@@ -19,7 +19,12 @@ from danling.training.run_state import StatePart
 from danling.utils.tensors import canonical_name, whole
 
 DECAY = 0.98
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 
 class Buffered(nn.Module):
@@ -79,9 +84,12 @@ class Averaged(dl.Runner):
         return outcome
 
     def wide(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        named = {canonical_name(name): whole(value).detach().clone() for name, value in weights.items()}
+        named = {
+            canonical_name(name): whole(value).detach().clone() for name, value in weights.items()
+        }
         return {
-            name: value.to(torch.complex128 if value.is_complex() else torch.float64) for name, value in named.items()
+            name: value.to(torch.complex128 if value.is_complex() else torch.float64)
+            for name, value in named.items()
         }
 
 
@@ -103,12 +111,16 @@ def train_in_parts(config: dict[str, Any], stop: int) -> tuple[dict[str, Any], d
     return train({**config, "steps": stop}), train({**config, "auto_resume": True})
 
 
-def by_hand(past: list[dict[str, Tensor]], parameters: set[str], interval: int = 1) -> dict[str, Tensor]:
+def by_hand(
+    past: list[dict[str, Tensor]], parameters: set[str], interval: int = 1
+) -> dict[str, Tensor]:
     """Return the average of the parameters, and the last buffers."""
     expected = dict(past[0])
     for update, weights in enumerate(past[1:], 1):
         if update % interval == 0:
-            mean = {name: DECAY * expected[name] + (1 - DECAY) * weights[name] for name in parameters}
+            mean = {
+                name: DECAY * expected[name] + (1 - DECAY) * weights[name] for name in parameters
+            }
             expected = {**weights, **mean}
     return expected
 
@@ -138,7 +150,13 @@ ENGINE: dict[str, Any] = {"stack": "deepspeed", "deepspeed": {**zero(3), "bf16":
         ("bfloat16", SHARDED, 2, 1),
         ("bfloat16", {"stack": "accelerate"}, 1, 1),
         # make test trains averages on an engine in tests/guarantees/test_every_stack.py.
-        pytest.param("engine", ENGINE, 2, 1, marks=[needs_deepspeed, pytest.mark.slow, pytest.mark.timeout(200)]),
+        pytest.param(
+            "engine",
+            ENGINE,
+            2,
+            1,
+            marks=[needs_deepspeed, pytest.mark.slow, pytest.mark.timeout(200)],
+        ),
     ],
     ids=[
         "bf16",
@@ -155,7 +173,9 @@ def test_averages_are_those_of_a_loop_in_float64_over_a_stop(
     kind: str, stack: dict[str, Any], ranks: int, interval: int, tmp_path: Path
 ) -> None:
     averaging = {"ema": {"enabled": True, "decay": DECAY, "interval": interval}, "kind": kind}
-    config = settings(tmp_path, steps=12, accum_steps=2, dataloader={"batch_size": 2}, **averaging, **stack)
+    config = settings(
+        tmp_path, steps=12, accum_steps=2, dataloader={"batch_size": 2}, **averaging, **stack
+    )
     # The default of eps, 1e-8, is 0 in float16, and Adam then divides by 0.
     config["optim"] = {"type": "adamw", "lr": 0.01, "eps": 1e-4}
     found = (
@@ -173,12 +193,18 @@ def test_averages_are_those_of_a_loop_in_float64_over_a_stop(
     dtype = {"float64": torch.float64, "waves": torch.complex64}.get(kind, torch.float32)
     for _, second in found:
         averages = second["averages"]
-        assert averages.keys() == expected.keys() and {averages[name].dtype for name in parameters} == {dtype}
+        assert averages.keys() == expected.keys() and {
+            averages[name].dtype for name in parameters
+        } == {dtype}
         for name, value in averages.items():
             close = tolerance if name in parameters else 0.0
-            torch.testing.assert_close(value.to(expected[name].dtype), expected[name], rtol=close, atol=close / 10)
+            torch.testing.assert_close(
+                value.to(expected[name].dtype), expected[name], rtol=close, atol=close / 10
+            )
         assert second["loss"] == pytest.approx(loss_by_hand(kind, expected), rel=computed)
-    assert max(float((expected[name] - start[name]).abs().max()) for name in parameters) > 1e-3, "it has not moved"
+    assert max(float((expected[name] - start[name]).abs().max()) for name in parameters) > 1e-3, (
+        "it has not moved"
+    )
 
 
 class Older(Averaged):
@@ -190,7 +216,11 @@ class Older(Averaged):
 
     def component_parts(self) -> list[Any]:
         parts = super().component_parts()
-        older = StatePart("ema", lambda: {"weights": dict(self.ema.weights), "num_updates": self.ema.num_updates}, None)
+        older = StatePart(
+            "ema",
+            lambda: {"weights": dict(self.ema.weights), "num_updates": self.ema.num_updates},
+            None,
+        )
         return [older if part.name == "ema" else part for part in parts]
 
 
@@ -203,18 +233,30 @@ def resume_older(config: dict[str, Any]) -> dict[str, Any]:
         runner.train()
         names = {canonical_name(name) for name, _ in runner.unwrapped_model.named_parameters()}
         averages = {name: whole(value).clone() for name, value in runner.ema.weights.items()}
-        return {"kept": kept, "begun": begun, "past": runner.past, "averages": averages, "parameters": names}
+        return {
+            "kept": kept,
+            "begun": begun,
+            "past": runner.past,
+            "averages": averages,
+            "parameters": names,
+        }
 
 
 @pytest.mark.parametrize(
-    ("stack", "ranks"), [(ONE, 1), pytest.param(SHARDED, 2, marks=pytest.mark.slow)], ids=["file", "sharded"]
+    ("stack", "ranks"),
+    [(ONE, 1), pytest.param(SHARDED, 2, marks=pytest.mark.slow)],
+    ids=["file", "sharded"],
 )
 def test_averages_of_an_older_checkpoint_are_float32_after_a_resume(
     stack: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
     averaging = {"ema": {"enabled": True, "decay": DECAY}, "kind": "bfloat16"}
     config = settings(tmp_path, steps=6, dataloader={"batch_size": 2}, **averaging, **stack)
-    found = run_processes(resume_older, config, world_size=ranks) if ranks > 1 else [resume_older(config)]
+    found = (
+        run_processes(resume_older, config, world_size=ranks)
+        if ranks > 1
+        else [resume_older(config)]
+    )
     first = found[0]
     for name in first["parameters"]:
         assert torch.equal(first["begun"][name], first["kept"][name]), name
@@ -222,7 +264,9 @@ def test_averages_of_an_older_checkpoint_are_float32_after_a_resume(
     for each in found:
         for name in first["parameters"]:
             assert each["averages"][name].dtype == torch.float32
-            torch.testing.assert_close(each["averages"][name].double(), expected[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                each["averages"][name].double(), expected[name], rtol=1e-5, atol=1e-6
+            )
         assert torch.equal(each["averages"]["seen"].double(), expected["seen"])
 
 
@@ -231,9 +275,14 @@ def test_last_save_of_weights_has_averages_in_the_dtype_of_the_model_or_the_give
     named: str | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     saving = {"checkpoint": {"last_save_model_only": True, "export_dtype": named}}
-    with Averaged(settings(tmp_path, steps=3, ema={"enabled": True}, kind="bfloat16", **saving)) as runner:
+    with Averaged(
+        settings(tmp_path, steps=3, ema={"enabled": True}, kind="bfloat16", **saving)
+    ) as runner:
         runner.train()
         kept = {name: value.clone() for name, value in runner.ema.weights.items()}
     stored = torch.load(tmp_path / "checkpoints" / "model.pth", weights_only=True)["ema"]["weights"]
-    expected = {name: value.to(dtype) if value.is_floating_point() else value for name, value in kept.items()}
+    expected = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in kept.items()
+    }
     assert differences(stored, expected) == []

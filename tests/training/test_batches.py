@@ -48,9 +48,10 @@ def test_model_is_called_with_its_own_keywords() -> None:
     assert target is batch["labels"]
     assert count_tokens(batch) == batch["input_ids"].numel()
     assert count_tokens(torch.zeros(2, 3, dtype=torch.uint16)) == 6
-    assert [count_tokens(torch.zeros(2, 3, dtype=kind)) for kind in (torch.bool, torch.float16, torch.complex64)] == [
-        0
-    ] * 3
+    assert [
+        count_tokens(torch.zeros(2, 3, dtype=kind))
+        for kind in (torch.bool, torch.float16, torch.complex64)
+    ] == [0] * 3
 
 
 def test_keywords_unknown_to_a_model_are_named() -> None:
@@ -76,8 +77,16 @@ CLASSES = [
     (model_class("MineLMHeadModel", GPT2), True),
     (model_class("Renamed", GPT2), True),
     (model_class("BartForCausalLM"), False),
-    (model_class("LlavaForConditionalGeneration", config=SimpleNamespace(is_encoder_decoder=False)), True),
-    (model_class("T5ForConditionalGeneration", config=SimpleNamespace(is_encoder_decoder=True)), False),
+    (
+        model_class(
+            "LlavaForConditionalGeneration", config=SimpleNamespace(is_encoder_decoder=False)
+        ),
+        True,
+    ),
+    (
+        model_class("T5ForConditionalGeneration", config=SimpleNamespace(is_encoder_decoder=True)),
+        False,
+    ),
     (model_class("Told", shifts_labels=True), True),
     (model_class("ToldNot", GPT2, shifts_labels=False), False),
     (model_class("BertForTokenClassification"), False),
@@ -95,7 +104,9 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "shifts"), CLASSES)
-def test_models_with_shifted_labels_are_known_by_their_class(kind: type[nn.Linear], shifts: bool | None) -> None:
+def test_models_with_shifted_labels_are_known_by_their_class(
+    kind: type[nn.Linear], shifts: bool | None
+) -> None:
     model = kind(2, 2)
     assert shifts_labels(model) is shifts
     assert shifts_labels(Around(model)) is shifts
@@ -113,7 +124,9 @@ def test_weight_is_the_number_of_averaged_targets(kind: Any) -> None:
         for one in ones
         if (weight := float(model_weight(model, one["labels"], one)))
     )
-    assert total / float(model_weight(model, batch["labels"], batch)) == pytest.approx(float(loss), abs=1e-12)
+    assert total / float(model_weight(model, batch["labels"], batch)) == pytest.approx(
+        float(loss), abs=1e-12
+    )
 
 
 def test_output_of_a_model_is_read_as_a_mapping_and_as_an_object() -> None:
@@ -169,7 +182,10 @@ def test_a_batch_of_graphs_is_handed_over_whole_or_by_its_tensors() -> None:
 
 
 def batch_loss(
-    *overridden: str, targetless: bool | None = None, options: dict[str, Any] | None = None, **runner: Any
+    *overridden: str,
+    targetless: bool | None = None,
+    options: dict[str, Any] | None = None,
+    **runner: Any,
 ) -> BatchLoss:
     """Return the weights of a run whose hooks of these names are the user's; a batch weighs as many as its target has."""
     data: Any = SimpleNamespace(settings=lambda split: options or {})
@@ -214,7 +230,11 @@ def test_a_batch_is_weighed_and_counted(batch: Batch, expected: tuple[float, flo
 
 def test_only_the_first_training_batch_decides_about_targets() -> None:
     weights = batch_loss()
-    for batch, training, expected in ((BARE, False, None), (Batch(PAIR, None, None), True, False), (BARE, True, False)):
+    for batch, training, expected in (
+        (BARE, False, None),
+        (Batch(PAIR, None, None), True, False),
+        (BARE, True, False),
+    ):
         weights.weigh(batch, batch.data, training=training)
         assert weights.targetless is expected
     own = batch_loss("train_step")
@@ -224,7 +244,11 @@ def test_only_the_first_training_batch_decides_about_targets() -> None:
 
 @pytest.mark.parametrize(
     ("criterion", "overridden", "warned"),
-    [(nn.CrossEntropyLoss(), (), 1), (nn.CrossEntropyLoss(), ("batch_weight",), 0), (nn.MSELoss(), (), 0)],
+    [
+        (nn.CrossEntropyLoss(), (), 1),
+        (nn.CrossEntropyLoss(), ("batch_weight",), 0),
+        (nn.MSELoss(), (), 0),
+    ],
 )
 def test_ignored_index_without_a_match_is_warned_of_once(
     criterion: nn.Module, overridden: tuple[str, ...], warned: int, caplog: pytest.LogCaptureFixture
@@ -253,10 +277,16 @@ def test_model_without_a_loss_needs_a_criterion() -> None:
     ],
 )
 def test_loss_of_an_evaluated_batch_follows_targets_and_overrides(
-    criterion: Any, targetless: bool | None, overridden: tuple[str, ...], target: Any, expected: float | None
+    criterion: Any,
+    targetless: bool | None,
+    overridden: tuple[str, ...],
+    target: Any,
+    expected: float | None,
 ) -> None:
     loss = batch_loss(*overridden, targetless=targetless, criterion=criterion)
-    found = loss.of_evaluated({"loss": torch.tensor(0.25)} if criterion is None else torch.ones(1), target)
+    found = loss.of_evaluated(
+        {"loss": torch.tensor(0.25)} if criterion is None else torch.ones(1), target
+    )
     assert (None if found is None else float(found)) == expected
 
 
@@ -330,7 +360,10 @@ class Described:
 def test_samples_of_a_dataclass_are_those_of_its_first_tensor() -> None:
     points = Points({"x": torch.zeros(3, 2), "y": torch.zeros(3)})
     assert (
-        count_samples(points) == count_samples(Described("abc", points)) == count_samples((points, torch.zeros(3))) == 3
+        count_samples(points)
+        == count_samples(Described("abc", points))
+        == count_samples((points, torch.zeros(3)))
+        == 3
     )
     assert count_samples(Points) == 1
 
@@ -343,7 +376,11 @@ class Fitted(dl.Runner):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         points = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
         sizes = points.split([3, 1])
-        self.dataloaders = {"train": [Points({"x": part, "y": part.square().sum(1, keepdim=True)}) for part in sizes]}
+        self.dataloaders = {
+            "train": [
+                Points({"x": part, "y": part.square().sum(1, keepdim=True)}) for part in sizes
+            ]
+        }
 
     def train_step(self, data: Points) -> tuple[None, None]:
         self.backward((self.model(data.parts["x"]) - data.parts["y"]).square().mean())

@@ -25,8 +25,12 @@ def columns() -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     texts = torch.randint(TOKENS, (LANES, CHUNKS * LENGTH + 1), generator=generator)
     starts = range(0, CHUNKS * LENGTH, LENGTH)
-    inputs = torch.stack([texts[lane, start : start + LENGTH] for start in starts for lane in range(LANES)])
-    targets = torch.stack([texts[lane, start + 1 : start + 1 + LENGTH] for start in starts for lane in range(LANES)])
+    inputs = torch.stack(
+        [texts[lane, start : start + LENGTH] for start in starts for lane in range(LANES)]
+    )
+    targets = torch.stack(
+        [texts[lane, start + 1 : start + 1 + LENGTH] for start in starts for lane in range(LANES)]
+    )
     return TensorDataset(inputs, targets)
 
 
@@ -80,9 +84,22 @@ class Language(dl.Runner):
 
 
 def settings(root: Path, **changes: Any) -> dict[str, Any]:
-    base = {"seed": 1, "steps": 14, "dir": str(root), "log": False, "checkpoint.interval": 1, "evaluate_interval": 4}
+    base = {
+        "seed": 1,
+        "steps": 14,
+        "dir": str(root),
+        "log": False,
+        "checkpoint.interval": 1,
+        "evaluate_interval": 4,
+    }
     data = {"batch_size": LANES, "shuffle": False}
-    return {**base, "auto_resume": True, "dataloader": data, "optim": {"type": "adamw", "lr": 0.05}, **changes}
+    return {
+        **base,
+        "auto_resume": True,
+        "dataloader": data,
+        "optim": {"type": "adamw", "lr": 0.05},
+        **changes,
+    }
 
 
 def train(
@@ -90,7 +107,9 @@ def train(
 ) -> tuple[dict[str, Tensor], list[float], list[Any], Any]:
     with Language(config, killed_in) as runner:
         runner.train()
-        weights = {name: p.detach().clone() for name, p in runner.unwrapped_model.named_parameters()}
+        weights = {
+            name: p.detach().clone() for name, p in runner.unwrapped_model.named_parameters()
+        }
         return weights, runner.losses, runner.begun, runner.carry
 
 
@@ -102,7 +121,11 @@ def by_hand(config: dict[str, Any]) -> list[float]:
     """Return the losses of the plain loop, from the weights and the first states of the runner."""
     config = {**config, "auto_resume": False}
     with Language({**config, "steps": 1, "dir": f"{config['dir']}-states"}) as runner:
-        model, losses, batches = runner.model, [], list(torch.utils.data.DataLoader(columns(), LANES))
+        model, losses, batches = (
+            runner.model,
+            [],
+            list(torch.utils.data.DataLoader(columns(), LANES)),
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         starts: list[Any] = []
         with Language({**config, "dir": f"{config['dir']}-whole"}) as other:
@@ -133,7 +156,11 @@ def test_the_losses_are_those_of_the_loop_by_hand(tmp_path: Path) -> None:
     _, losses, begun, carry = run_processes(train, settings(tmp_path / "run"), world_size=1)[0]
     assert losses == pytest.approx(expected, abs=1e-5)
     assert begun == [("train", 0), ("train", 6), ("train", 12)]
-    assert carry["chunks"] == 2 and type(carry["state"]) is tuple and not carry["state"][0].requires_grad
+    assert (
+        carry["chunks"] == 2
+        and type(carry["state"]) is tuple
+        and not carry["state"][0].requires_grad
+    )
 
 
 @pytest.mark.timeout(600)
@@ -144,10 +171,14 @@ def test_the_losses_are_those_of_the_loop_by_hand(tmp_path: Path) -> None:
         pytest.param(1, (2, 7, 14), id="1"),
         pytest.param(2, (7,), id="2"),
         pytest.param(1, tuple(range(2, 15)), id="1 in every update", marks=pytest.mark.slow),
-        pytest.param(2, tuple(range(2, 15, 2)), id="2 in every other update", marks=pytest.mark.slow),
+        pytest.param(
+            2, tuple(range(2, 15, 2)), id="2 in every other update", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_killed_run_ends_as_uninterrupted_one(world_size: int, updates: tuple[int, ...], tmp_path: Path) -> None:
+def test_killed_run_ends_as_uninterrupted_one(
+    world_size: int, updates: tuple[int, ...], tmp_path: Path
+) -> None:
     changes = {"dataloader.batch_size": LANES // world_size, "checkpoint.async_enabled": False}
     whole = run_processes(train, settings(tmp_path / "whole", **changes), world_size=world_size)
     for killed_in in updates:
@@ -165,11 +196,14 @@ def stop_at(config: dict[str, Any], step: int) -> None:
         runner.train()
 
 
-def test_another_number_of_ranks_is_refused_within_a_pass_and_taken_at_its_end(tmp_path: Path) -> None:
+def test_another_number_of_ranks_is_refused_within_a_pass_and_taken_at_its_end(
+    tmp_path: Path,
+) -> None:
     two, one = {"dataloader.batch_size": LANES // 2}, {"dataloader.batch_size": LANES}
     run_processes(stop_at, settings(tmp_path / "within", **two), 8, world_size=2)
     with pytest.raises(
-        CheckpointMismatch, match=r"2 ranks, .* its own self.carry in the middle of this pass. Received: 1"
+        CheckpointMismatch,
+        match=r"2 ranks, .* its own self.carry in the middle of this pass. Received: 1",
     ):
         run_processes(train, settings(tmp_path / "within", **one), world_size=1)
     run_processes(stop_at, settings(tmp_path / "end", **two), 6, world_size=2)

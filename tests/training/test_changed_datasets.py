@@ -120,7 +120,9 @@ class ChangedByLoss(Trained):
         return pred, loss
 
 
-def settings(root: Path, workers: int = 0, persistent: bool = False, **changes: Any) -> dict[str, Any]:
+def settings(
+    root: Path, workers: int = 0, persistent: bool = False, **changes: Any
+) -> dict[str, Any]:
     data: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "num_workers": workers}
     if persistent:
         data["persistent_workers"] = True
@@ -192,16 +194,24 @@ def train_changed_by_loss(
 
     handler = Collecting(logging.WARNING)
     logging.getLogger("danling").addHandler(handler)
-    config = settings(root, workers, **{"checkpoint.interval": 1, "auto_resume": True, "epochs": None, "steps": 11})
+    config = settings(
+        root,
+        workers,
+        **{"checkpoint.interval": 1, "auto_resume": True, "epochs": None, "steps": 11},
+    )
     try:
         with Changing(config, dataset, killed_in) as runner:
             runner.train()
-            return runner.unwrapped_model.weight.item(), [line for line in lines if "has changed" in line]
+            return runner.unwrapped_model.weight.item(), [
+                line for line in lines if "has changed" in line
+            ]
     finally:
         logging.getLogger("danling").removeHandler(handler)
 
 
-NAMED = "The dataset of split 'train' ({}) has changed since its pass began: {}. It has no state_dict"
+NAMED = (
+    "The dataset of split 'train' ({}) has changed since its pass began: {}. It has no state_dict"
+)
 
 
 @pytest.mark.parametrize(
@@ -214,13 +224,17 @@ NAMED = "The dataset of split 'train' ({}) has changed since its pass began: {}.
         (lambda: Scaled("list"), None),
     ],
 )
-def test_dataset_changed_by_training_is_named_once(tmp_path: Path, dataset: Any, names: str | None) -> None:
+def test_dataset_changed_by_training_is_named_once(
+    tmp_path: Path, dataset: Any, names: str | None
+) -> None:
     data = dataset()
     if isinstance(data, Subset):
         data.change = data.dataset.change  # type: ignore[attr-defined]
     _, lines = train_changed_by_loss(tmp_path, data)
     expected = [] if names is None else [NAMED.format(type(data).__name__, names)]
-    assert [line[: len(start)] for line, start in zip(lines, expected)] == expected and len(lines) == len(expected)
+    assert [line[: len(start)] for line, start in zip(lines, expected)] == expected and len(
+        lines
+    ) == len(expected)
 
 
 def test_dataset_changed_by_another_rank_is_named_by_the_main_process(tmp_path: Path) -> None:
@@ -231,14 +245,21 @@ def test_dataset_changed_by_another_rank_is_named_by_the_main_process(tmp_path: 
 
 def test_state_missing_in_workers_is_named(tmp_path: Path) -> None:
     _, lines = train_changed_by_loss(tmp_path, Stateful(), workers=1)
-    assert len(lines) == 1 and "has changed its state within a pass, and its 1 workers read copies" in lines[0]
+    assert (
+        len(lines) == 1
+        and "has changed its state within a pass, and its 1 workers read copies" in lines[0]
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_state_written_by_training_comes_back_after_a_kill(tmp_path: Path, world_size: int) -> None:
-    whole = run_processes(train_changed_by_loss, tmp_path / "whole", Stateful(), world_size=world_size)
+    whole = run_processes(
+        train_changed_by_loss, tmp_path / "whole", Stateful(), world_size=world_size
+    )
     parts = tmp_path / "parts"
-    killed = run_outcomes(train_changed_by_loss, parts, Stateful(), killed_in=6, world_size=world_size)
+    killed = run_outcomes(
+        train_changed_by_loss, parts, Stateful(), killed_in=6, world_size=world_size
+    )
     assert any(outcome.exit_code == -signal.SIGKILL for outcome in killed)
     resumed = run_processes(train_changed_by_loss, parts, Stateful(), world_size=world_size)
     assert resumed == whole and whole[0][1] == []

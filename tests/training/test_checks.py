@@ -30,7 +30,12 @@ class Small(dl.Runner):
     """A classifier to which something is done in its first update, or when it is made."""
 
     def __init__(
-        self, config: dict[str, Any], *, made: Any = None, done: Any = None, model: nn.Module | None = None
+        self,
+        config: dict[str, Any],
+        *,
+        made: Any = None,
+        done: Any = None,
+        model: nn.Module | None = None,
     ) -> None:
         super().__init__(config)
         self.done = done
@@ -49,7 +54,13 @@ class Small(dl.Runner):
 
 
 def warnings_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, **parts: Any) -> list[str]:
-    config = {"seed": 1, "epochs": 3, "dir": str(tmp_path), "log": False, "dataloader": {"batch_size": 4}}
+    config = {
+        "seed": 1,
+        "epochs": 3,
+        "dir": str(tmp_path),
+        "log": False,
+        "dataloader": {"batch_size": 4},
+    }
     caplog.clear()
     with Small({**config, **parts.pop("settings", {})}, **parts) as runner:
         runner.train()
@@ -62,12 +73,16 @@ def frozen_in_evaluation(runner: Small) -> None:
 
 
 def of_another_optimizer(runner: Small) -> None:
-    runner.scheduler = LambdaLR(torch.optim.SGD(runner.model.parameters(), lr=0.1), lambda step: 1.0)
+    runner.scheduler = LambdaLR(
+        torch.optim.SGD(runner.model.parameters(), lr=0.1), lambda step: 1.0
+    )
 
 
 def joint(runner: Small) -> None:
     first = torch.optim.SGD(runner.model[0].parameters(), lr=0.1)
-    runner.optimizer = dl.optim.JointOptimizer(first, torch.optim.SGD(runner.model[2].parameters(), lr=0.1))
+    runner.optimizer = dl.optim.JointOptimizer(
+        first, torch.optim.SGD(runner.model[2].parameters(), lr=0.1)
+    )
     runner.scheduler = LambdaLR(first, lambda step: 1.0)
 
 
@@ -104,7 +119,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"made": frozen_in_evaluation},
         ["Frozen parts of the model were in evaluation mode when training began: 0."],
     ),
-    "kept-by-the-model": ({"model": Keeping(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))}, []),
+    "kept-by-the-model": (
+        {"model": Keeping(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))},
+        [],
+    ),
     "whole-model-left": (
         {"done": lambda runner: runner.unwrapped_model.eval()},
         ["In evaluation mode while it trains: the whole model."],
@@ -117,7 +135,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "part-of-a-joint-one": ({"made": joint}, []),
     "replaced": (
         {"done": replace},
-        ["Expected every parameter that requires a gradient in the optimizer. Received: a SGD without 2.weight,"],
+        [
+            "Expected every parameter that requires a gradient in the optimizer. Received: a SGD without 2.weight,"
+        ],
     ),
     "replaced-besides-one-left-out": (
         {"made": left_out, "done": replace},
@@ -132,7 +152,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "Expected every parameter that requires a gradient in the optimizer. Received: a SGD without 0.weight, 0.bias,"
         ],
     ),
-    "replaced-and-optimized": ({"done": replace_all}, ["1 parameter group was added to the optimizer"]),
+    "replaced-and-optimized": (
+        {"done": replace_all},
+        ["1 parameter group was added to the optimizer"],
+    ),
 }
 
 
@@ -160,7 +183,13 @@ class Modes(Small):
 
 
 def test_an_evaluation_leaves_each_part_in_its_mode(tmp_path: Path) -> None:
-    config = {"steps": 4, "evaluate_interval": 1, "dir": str(tmp_path), "log": False, "dataloader": {"batch_size": 4}}
+    config = {
+        "steps": 4,
+        "evaluate_interval": 1,
+        "dir": str(tmp_path),
+        "log": False,
+        "dataloader": {"batch_size": 4},
+    }
     with Modes(config) as runner:
         runner.train()
         assert runner.modes == [False] * 4
@@ -174,22 +203,40 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], dict[str, Any], bool]] = {
     "epochs-meant": (step_by_epoch, {}, True),
     "epochs-meant-logged-rarely": (step_by_epoch, {"epochs": 30, "log_interval": 25}, True),
     "by-epoch": (step_by_epoch, {"scheduler": {"interval": "epoch"}}, False),
-    "warm-up": (lambda o: torch.optim.lr_scheduler.LinearLR(o, 1e-7, 1.0, 30), {"epochs": 10}, False),
-    "to-zero-at-the-end": (lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, 40), {"epochs": 10}, False),
-    "restarts": (lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 4), {"epochs": 10}, False),
+    "warm-up": (
+        lambda o: torch.optim.lr_scheduler.LinearLR(o, 1e-7, 1.0, 30),
+        {"epochs": 10},
+        False,
+    ),
+    "to-zero-at-the-end": (
+        lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, 40),
+        {"epochs": 10},
+        False,
+    ),
+    "restarts": (
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+        {"epochs": 10},
+        False,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_only_a_collapsing_rate_is_named(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_a_collapsing_rate_is_named(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     build, settings, warns = SCHEDULES[name]
     caplog.set_level(logging.INFO, "danling")
 
     def made(runner: Small) -> None:
         runner.scheduler = build(runner.optimizer)
 
-    found = warnings_of(tmp_path, caplog, made=made, settings={"epochs": 8, "log_interval": 1, **settings})
-    assert len(found) == warns and all(text.startswith("The learning rate has fallen to ") for text in found), found
+    found = warnings_of(
+        tmp_path, caplog, made=made, settings={"epochs": 8, "log_interval": 1, **settings}
+    )
+    assert len(found) == warns and all(
+        text.startswith("The learning rate has fallen to ") for text in found
+    ), found
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     lines = [text for text in told if " advances after every update" in text]
     assert len(lines) == ("scheduler" not in settings)
@@ -225,7 +272,10 @@ SLIPS: dict[str, tuple[Any, str]] = {
     "a metric of an evaluation": (plateau, "an evaluation split for ReduceLROnPlateau"),
     "a closure": (lbfgs, "LBFGS, whose step calls a closure"),
     "of none": (lambda runner: setattr(runner, "optimizer", None), "Received: optimizer=None"),
-    "one under another name": (named_otherwise("adam"), "You have set `self.adam`: did you mean `self.optimizer`"),
+    "one under another name": (
+        named_otherwise("adam"),
+        "You have set `self.adam`: did you mean `self.optimizer`",
+    ),
     "two under other names": (
         named_otherwise("opt_g", "opt_d"),
         "{'opt_g': self.opt_g, 'opt_d': self.opt_d} in __init__",
@@ -234,7 +284,9 @@ SLIPS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", SLIPS)
-def test_a_slip_among_the_components_is_refused(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slip_among_the_components_is_refused(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     value, expected = SLIPS[name]
     made = value if " " in name else lambda runner: setattr(runner, name, value)
     with pytest.raises(ValueError, match=expected):
@@ -295,7 +347,10 @@ class Tied(nn.Module):
 
 
 def different(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.full_like(value, float(index)) for index, (name, value) in enumerate(state.items())}
+    return {
+        name: torch.full_like(value, float(index))
+        for index, (name, value) in enumerate(state.items())
+    }
 
 
 @pytest.mark.parametrize(
@@ -324,7 +379,12 @@ def different(state: dict[str, Tensor]) -> dict[str, Tensor]:
     ],
 )
 def test_untied_weights_are_named(
-    tied: bool, stored_tied: bool, change: Any, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tied: bool,
+    stored_tied: bool,
+    change: Any,
+    expected: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.save(change(copy.deepcopy(Tied(stored_tied)).state_dict()), tmp_path / "weights.pt")
     settings = {"epochs": 1, "pretrained": str(tmp_path / "weights.pt")}
@@ -399,13 +459,22 @@ class Placed(nn.Identity):
 
 
 def named_extra_states(
-    directory: Path, least: float, in_criterion: bool = False, layers: Callable[[int], list[nn.Module]] | None = None
+    directory: Path,
+    least: float,
+    in_criterion: bool = False,
+    layers: Callable[[int], list[nn.Module]] | None = None,
 ) -> list[str]:
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("danling").addHandler(handler)
-    settings = {"seed": 1, "steps": 4, "dir": str(directory), "log": False, "dataloader": {"batch_size": 1}}
+    settings = {
+        "seed": 1,
+        "steps": 4,
+        "dir": str(directory),
+        "log": False,
+        "dataloader": {"batch_size": 1},
+    }
     torch.manual_seed(2)
     more = layers(int(os.environ["RANK"])) if layers is not None else []
     model = nn.Sequential(Counting(least), nn.Tanh(), *more)
@@ -418,8 +487,13 @@ def named_extra_states(
 
 def test_extra_states_that_differ_between_ranks_are_named_once(tmp_path: Path) -> None:
     ((message,), others) = run_processes(named_extra_states, tmp_path / "differ", 0.0, world_size=2)
-    assert "get_extra_state() of model.0 returns something else on other ranks" in message and others == []
-    ((message,), _) = run_processes(named_extra_states, tmp_path / "criterion", -1e9, True, world_size=2)
+    assert (
+        "get_extra_state() of model.0 returns something else on other ranks" in message
+        and others == []
+    )
+    ((message,), _) = run_processes(
+        named_extra_states, tmp_path / "criterion", -1e9, True, world_size=2
+    )
     assert "get_extra_state() of criterion returns something else" in message
     assert run_processes(named_extra_states, tmp_path / "same", -1e9, world_size=2) == [[], []]
 
@@ -433,7 +507,9 @@ def of_both_ranks(rank: int) -> list[nn.Module]:
 
 
 def test_extra_states_of_other_modules_and_tensors_are_compared(tmp_path: Path) -> None:
-    assert run_processes(named_extra_states, tmp_path / "one", -1e9, False, of_one_rank, world_size=2) == [[], []]
+    assert run_processes(
+        named_extra_states, tmp_path / "one", -1e9, False, of_one_rank, world_size=2
+    ) == [[], []]
     ((message,), others) = run_processes(
         named_extra_states, tmp_path / "both", -1e9, False, of_both_ranks, world_size=2
     )

@@ -63,12 +63,16 @@ def test_centres_follow_from_the_batches_to_train_on(interval: int, tmp_path: Pa
         criterion(model(inputs[batch]), targets[batch]).backward()
         optimizer.step()
     loader = {"batch_size": 8, "shuffle": False}
-    with Centred(settings(tmp_path, steps=UPDATES, evaluate_interval=interval, dataloader=loader)) as runner:
+    with Centred(
+        settings(tmp_path, steps=UPDATES, evaluate_interval=interval, dataloader=loader)
+    ) as runner:
         runner.train()
         inputs, targets = drawn(1, 10).tensors
         with torch.no_grad():
             expected = criterion.eval()(model(inputs), targets).item()
         assert runner.evaluate("val")["val"]["loss"] == pytest.approx(expected, abs=1e-12)
         torch.testing.assert_close(runner.criterion.centres, criterion.centres, rtol=0, atol=1e-12)
-        torch.testing.assert_close(dict(runner.model.state_dict()), dict(model.state_dict()), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            dict(runner.model.state_dict()), dict(model.state_dict()), rtol=0, atol=1e-12
+        )
         assert runner.criterion.training and not runner.criterion.fixed.training

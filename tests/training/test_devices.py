@@ -53,7 +53,9 @@ class Digits(Stopped):
         images = _draws(24, 16)
         samples = TensorDataset(images, images[:, :4].argmax(1))
         self.datasets = {"train": samples, "val": samples}
-        self.model = nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 4))
+        self.model = nn.Sequential(
+            nn.Linear(16, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 4)
+        )
         self.criterion = nn.CrossEntropyLoss()
         self.metrics = {"acc": dl.metrics.accuracy}
 
@@ -75,7 +77,10 @@ class Text(Stopped):
 class Pictures(Stopped):
     def __init__(self, config: Any, **more: Any) -> None:
         super().__init__(config, **more)
-        self.datasets = {"train": TensorDataset(_draws(24, 64)), "val": TensorDataset(_draws(6, 64))}
+        self.datasets = {
+            "train": TensorDataset(_draws(24, 64)),
+            "val": TensorDataset(_draws(6, 64)),
+        }
         self.model = GAN(noise=4, width=16)
         self.optimizer = {
             name: torch.optim.Adam(self.model.get_submodule(name).parameters(), lr=1e-3, fused=True)
@@ -87,7 +92,10 @@ class Pictures(Stopped):
         gan: Any = self.model
         with self.optimizing("discriminator"):
             fake = gan.generator(torch.randn(len(real), gan.noise, device=real.device))
-            loss = softplus(-gan.discriminator(real)).mean() + softplus(gan.discriminator(fake.detach())).mean()
+            loss = (
+                softplus(-gan.discriminator(real)).mean()
+                + softplus(gan.discriminator(fake.detach())).mean()
+            )
             self.backward(loss)
         with self.optimizing("generator"):
             self.backward(softplus(-gan.discriminator(fake)).mean())
@@ -106,7 +114,10 @@ def _settings(kind: str, root: Path, **more: Any) -> dict[str, Any]:
     base |= {"dataloader": {"batch_size": 3, "drop_last": False}, "checkpoint": {"interval": 3}}
     if kind != "pictures":
         # The same kernel everywhere: the one that the library takes by itself on the CPU and on CUDA.
-        base |= {"optim": {"type": "adamw", "lr": 1e-2, "fused": True}, "scheduler": {"type": "cosine"}}
+        base |= {
+            "optim": {"type": "adamw", "lr": 1e-2, "fused": True},
+            "scheduler": {"type": "cosine"},
+        }
     if kind == "digits":
         base |= {"ema": {"enabled": True, "decay": 0.9}, "train_metrics": True}
     return {**base, **more}
@@ -120,7 +131,9 @@ def _run(kind: str, on_device: bool, root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, stops in (("whole", (None,)), ("parts", (3, None))):
         for stop in stops:
-            with _KINDS[kind](_settings(kind, root / name, steps=7, auto_resume=True), stops_after=stop) as runner:
+            with _KINDS[kind](
+                _settings(kind, root / name, steps=7, auto_resume=True), stops_after=stop
+            ) as runner:
                 assert runner.device.type == (device.NAME if on_device else "cpu")
                 runner.train()
                 found[f"scores of {name}"] = runner.evaluate()
@@ -190,7 +203,9 @@ def _breaks(root: Path, more: dict[str, Any]) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("interval", [2, 3])
-def test_nonfinite_update_is_neither_saved_nor_evaluated(tmp_path: Path, interval: int, world_size: int) -> None:
+def test_nonfinite_update_is_neither_saved_nor_evaluated(
+    tmp_path: Path, interval: int, world_size: int
+) -> None:
     more = {"checkpoint": {"interval": interval}}
     for message, events, saved in run_processes(_breaks, tmp_path, more, world_size=world_size):
         assert "at step 4" in message
@@ -212,9 +227,13 @@ def _ends_by_hand(root: Path, verb: str) -> tuple[str, list[str]]:
             runner.step()
         if verb:
             with pytest.raises(NonFiniteError) as raised:
-                list(runner.infer("val", stream=True)) if verb == "stream" else getattr(runner, verb)("val")
+                list(runner.infer("val", stream=True)) if verb == "stream" else getattr(
+                    runner, verb
+                )("val")
             error = str(raised.value)
-    return error, [record.getMessage() for record in handler.buffer if record.levelno == logging.ERROR]
+    return error, [
+        record.getMessage() for record in handler.buffer if record.levelno == logging.ERROR
+    ]
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "infer", "stream"])
@@ -252,16 +271,28 @@ def _trains_on_nothing(root: Path, on_device: bool, more: dict[str, Any]) -> dic
     handler = logging.handlers.BufferingHandler(1000)
     logging.getLogger("danling").addHandler(handler)
     loader = {"batch_size": 3, "shuffle": False}
-    with Weightless(_settings("digits", root, epochs=1, dataloader=loader, train_metrics=False, **more)) as runner:
+    with Weightless(
+        _settings("digits", root, epochs=1, dataloader=loader, train_metrics=False, **more)
+    ) as runner:
         runner.train()
-        counters = {name: getattr(runner.train_state, name) for name in ("global_step", "skipped_updates", "samples")}
+        counters = {
+            name: getattr(runner.train_state, name)
+            for name in ("global_step", "skipped_updates", "samples")
+        }
         weights = {name: value.cpu() for name, value in runner.unwrapped_model.state_dict().items()}
     said = [record.getMessage() for record in handler.buffer]
     named = [line for line in said if "weighs nothing" in line]
-    return {**counters, "weights": weights, "named": named, "weightless": sum("(weightless)" in line for line in said)}
+    return {
+        **counters,
+        "weights": weights,
+        "named": named,
+        "weightless": sum("(weightless)" in line for line in said),
+    }
 
 
-@pytest.mark.parametrize("more", [{"skip_nonfinite_grad": True}, {"precision": "fp16"}], ids=["skips", "fp16"])
+@pytest.mark.parametrize(
+    "more", [{"skip_nonfinite_grad": True}, {"precision": "fp16"}], ids=["skips", "fp16"]
+)
 def test_weightless_update_is_left_out_as_on_the_cpu(tmp_path: Path, more: dict[str, Any]) -> None:
     (on_cpu,) = run_processes(_trains_on_nothing, tmp_path / "cpu", False, more, world_size=1)
     (found,) = run_processes(_trains_on_nothing, tmp_path / "device", True, more, world_size=1)
@@ -312,7 +343,9 @@ def _looks_at_host() -> dict[str, Any]:
                 event.record()
             step()
             watch.mark()
-    found: dict[str, Any] = {name: watch.marks[i + 1] - watch.marks[i] for i, name in enumerate(steps)}
+    found: dict[str, Any] = {
+        name: watch.marks[i + 1] - watch.marks[i] for i, name in enumerate(steps)
+    }
     return {**found, "lines": [wait.line for wait in watch.waits]}
 
 
@@ -360,7 +393,9 @@ class Hungry(Digits):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 4)).double()
+        self.model = nn.Sequential(
+            nn.Linear(16, 24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 4)
+        ).double()
         images = _draws(24, 16).double()
         self.datasets = {"train": TensorDataset(images, images[:, :4].argmax(1))}
         self.metrics = None
@@ -375,13 +410,20 @@ def _retries(root: Path, on_device: bool) -> dict[str, Any]:
     if on_device:
         device.use().set_limit(4_000_000 * 5)
         device.shares_noise()
-    loader = {"global_batch_size": 12, "micro_batch_size": "auto" if on_device else 3, "shuffle": False}
-    settings = _settings("digits", root, epochs=2, dataloader=loader, accum_steps=1, train_metrics=False)
+    loader = {
+        "global_batch_size": 12,
+        "micro_batch_size": "auto" if on_device else 3,
+        "shuffle": False,
+    }
+    settings = _settings(
+        "digits", root, epochs=2, dataloader=loader, accum_steps=1, train_metrics=False
+    )
     with Hungry(settings) as runner:
         runner.train()
         found = whole_state(runner)
     return {
-        name: tree_map_only(Tensor, lambda tensor: tensor.cpu(), found[name]) for name in ("model", "optimizer", "ema")
+        name: tree_map_only(Tensor, lambda tensor: tensor.cpu(), found[name])
+        for name in ("model", "optimizer", "ema")
     }
 
 

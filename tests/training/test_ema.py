@@ -40,9 +40,14 @@ def copy_of(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("buffers", ["copy", "average"])
 @pytest.mark.parametrize(("warmup", "interval"), [(False, 1), (True, 1), (False, 3), (True, 2)])
-def test_averages_are_those_of_a_loop_by_hand(warmup: bool, interval: int, buffers: Literal["copy", "average"]) -> None:
+def test_averages_are_those_of_a_loop_by_hand(
+    warmup: bool, interval: int, buffers: Literal["copy", "average"]
+) -> None:
     model = model_of(1)
-    ema, expected = EMA(model, decay=0.6, warmup=warmup, interval=interval, buffers=buffers), copy_of(model)
+    ema, expected = (
+        EMA(model, decay=0.6, warmup=warmup, interval=interval, buffers=buffers),
+        copy_of(model),
+    )
     for update in range(1, 14):
         train(model)
         ema.update()
@@ -92,11 +97,16 @@ def test_an_average_in_float32_comes_into_a_narrow_model_and_is_kept(dtype: torc
     ema.update()
     own, averaged = copy_of(model), {name: value.clone() for name, value in ema.weights.items()}
     with ema.applied():
-        assert differences(copy_of(model), {name: value.to(dtype) for name, value in averaged.items()}) == []
+        assert (
+            differences(copy_of(model), {name: value.to(dtype) for name, value in averaged.items()})
+            == []
+        )
     assert differences(copy_of(model), own) == [] and differences(ema.weights, averaged) == []
 
 
-def test_averages_of_an_older_checkpoint_are_widened_and_their_buffers_are_those_of_the_model() -> None:
+def test_averages_of_an_older_checkpoint_are_widened_and_their_buffers_are_those_of_the_model() -> (
+    None
+):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).bfloat16()
     older = {name: value + 1 for name, value in copy_of(model).items()}
     ema = EMA(model)
@@ -128,7 +138,10 @@ def test_restored_averages_continue_unchanged() -> None:
     ema = EMA(model, decay=0.9, warmup=True)
     train(model)
     ema.update()
-    state = {"weights": {name: value.clone() for name, value in ema.weights.items()}, "num_updates": ema.num_updates}
+    state = {
+        "weights": {name: value.clone() for name, value in ema.weights.items()},
+        "num_updates": ema.num_updates,
+    }
     other = EMA(model, decay=0.9, warmup=True)
     other.load_state_dict(state)
     train(model)

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from danling.data import PLACEHOLDER, Batch
 from danling.distributed import LocalDomain
-from danling.training.evaluation import checked_figures, even_out, gather_predictions, split_by_sample
+from danling.training.evaluation import (
+    checked_figures,
+    even_out,
+    gather_predictions,
+    split_by_sample,
+)
 
 
 class Ranks:
@@ -53,10 +58,17 @@ def evened(own: Sequence[list[Any]], readers: Sequence[int] | None = None) -> li
 
     def run(rank: int) -> None:
         group = groups[rank]
-        batches = iter([Batch(data, None if data is PLACEHOLDER else 2, None) for data in own[rank]])
+        batches = iter(
+            [Batch(data, None if data is PLACEHOLDER else 2, None) for data in own[rank]]
+        )
         place = groups[:rank].count(group)
         found[rank] = list(
-            even_out(batches, ranks=Rank(world, rank), readers=Rank(of_group[group], place), reads=bool(group))
+            even_out(
+                batches,
+                ranks=Rank(world, rank),
+                readers=Rank(of_group[group], place),
+                reads=bool(group),
+            )
         )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(own))]
@@ -91,7 +103,10 @@ def test_ranks_without_reads_continue_with_placeholders() -> None:
 
 
 def test_metrics_of_a_hook_are_floats_by_name() -> None:
-    assert checked_figures("summarize", "val", {"loss": torch.tensor(0.5), 3: 2}) == {"loss": 0.5, "3": 2.0}
+    assert checked_figures("summarize", "val", {"loss": torch.tensor(0.5), 3: 2}) == {
+        "loss": 0.5,
+        "3": 2.0,
+    }
     with pytest.raises(ValueError, match="Expected `summarize` to return metrics by name"):
         checked_figures("summarize", "val", None)
     with pytest.raises(ValueError, match="val/loss"):
@@ -120,19 +135,36 @@ def plain(value: Any) -> Any:
         (["a", "b", "c"], ["a", "b", "c"]),
         ((ROWS, ["a", "b", "c"]), [([0.0, 1.0], "a"), ([2.0, 3.0], "b"), ([4.0, 5.0], "c")]),
         ((ROWS, "state"), [([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], "state")]),
-        ({"x": ROWS[:, 0], "loss": torch.ones(()), "state": 7}, [{"x": 0.0}, {"x": 2.0}, {"x": 4.0}]),
+        (
+            {"x": ROWS[:, 0], "loss": torch.ones(()), "state": 7},
+            [{"x": 0.0}, {"x": 2.0}, {"x": 4.0}],
+        ),
         ({"loss": 1.0}, [{"loss": 1.0}]),
         (SimpleNamespace(loss=None, logits=ROWS[:, 1]), [1.0, 3.0, 5.0]),
         ("whole", ["whole"]),
         (None, [None]),
     ],
-    ids=["rows", "numbers", "column", "list", "tuple", "uneven", "mapping", "nothing", "output", "other", "none"],
+    ids=[
+        "rows",
+        "numbers",
+        "column",
+        "list",
+        "tuple",
+        "uneven",
+        "mapping",
+        "nothing",
+        "output",
+        "other",
+        "none",
+    ],
 )
 def test_a_prediction_is_taken_apart_by_sample(pred: Any, expected: list[Any]) -> None:
     assert plain(split_by_sample(pred, 3)) == expected
 
 
-@pytest.mark.parametrize("pred", [ROWS, ROWS[:, 0], ["a", "b", "c"]], ids=["rows", "numbers", "list"])
+@pytest.mark.parametrize(
+    "pred", [ROWS, ROWS[:, 0], ["a", "b", "c"]], ids=["rows", "numbers", "list"]
+)
 def test_padding_behind_the_samples_is_left_out(pred: Any) -> None:
     assert plain(split_by_sample(pred, 2)) == plain(split_by_sample(pred, 3))[:2]
     assert split_by_sample(pred, 0) == []

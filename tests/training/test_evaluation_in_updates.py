@@ -80,16 +80,27 @@ class Looks(dl.Runner):
         return None, None
 
 
-def trained(root: Path, verb: str, more: dict[str, Any], model: type[nn.Module] = Centered) -> list[dict[str, Tensor]]:
+def trained(
+    root: Path, verb: str, more: dict[str, Any], model: type[nn.Module] = Centered
+) -> list[dict[str, Tensor]]:
     """Return the weights and buffers of this rank after each of two trainings of one update."""
     found = []
     with Looks(
-        settings(root / (verb or "none"), steps=1, accum_steps=3, dataloader={"batch_size": 2}, **more), verb, model
+        settings(
+            root / (verb or "none"), steps=1, accum_steps=3, dataloader={"batch_size": 2}, **more
+        ),
+        verb,
+        model,
     ) as runner:
         for steps in (1, 2):
             runner.config.steps = steps
             runner.train()
-            found.append({name: value.detach().clone() for name, value in runner.unwrapped_model.state_dict().items()})
+            found.append(
+                {
+                    name: value.detach().clone()
+                    for name, value in runner.unwrapped_model.state_dict().items()
+                }
+            )
     return found
 
 
@@ -104,7 +115,9 @@ STACKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("verb", ["evaluate", "infer"])
 @pytest.mark.parametrize("stack", STACKS)
-def test_evaluation_between_micro_batches_leaves_each_rank_its_buffers(stack: str, verb: str, tmp_path: Path) -> None:
+def test_evaluation_between_micro_batches_leaves_each_rank_its_buffers(
+    stack: str, verb: str, tmp_path: Path
+) -> None:
     plain = run_processes(trained, tmp_path, "", STACKS[stack], world_size=2, timeout=60)
     looked = run_processes(trained, tmp_path, verb, STACKS[stack], world_size=2, timeout=60)
     assert differences(plain, looked) == []

@@ -27,8 +27,19 @@ class Headed(dl.Runner):
 
 
 def settings(root: Path, *, alone: bool, **more: Any) -> dict[str, Any]:
-    common = {"seed": 0, "dir": str(root), "log": False, "optim": {"type": "sgd", "lr": 0.1}, "ema.enabled": True}
-    return {**common, "checkpoint": {"trainable_only": alone, "async_enabled": False}, "auto_resume": True, **more}
+    common = {
+        "seed": 0,
+        "dir": str(root),
+        "log": False,
+        "optim": {"type": "sgd", "lr": 0.1},
+        "ema.enabled": True,
+    }
+    return {
+        **common,
+        "checkpoint": {"trainable_only": alone, "async_enabled": False},
+        "auto_resume": True,
+        **more,
+    }
 
 
 def test_run_switches_to_saving_trained_weights_alone_and_back(tmp_path: Path) -> None:
@@ -37,8 +48,14 @@ def test_run_switches_to_saving_trained_weights_alone_and_back(tmp_path: Path) -
         with Headed(settings(tmp_path, alone=alone, steps=steps)) as runner:
             runner.train()
             stored = runner.read_checkpoint("latest")
-            assert sorted(stored["model"]) == sorted(stored["ema"]["weights"]) == (whole[2:] if alone else whole)
-            assert ("frozen" in stored) == alone and runner.unwrapped_model[0].weight.unique().tolist() == [1.0]
+            assert (
+                sorted(stored["model"])
+                == sorted(stored["ema"]["weights"])
+                == (whole[2:] if alone else whole)
+            )
+            assert ("frozen" in stored) == alone and runner.unwrapped_model[
+                0
+            ].weight.unique().tolist() == [1.0]
     with Headed(settings(tmp_path, alone=True, steps=6)) as runner:
         runner.train()
     with pytest.raises(CheckpointMismatch, match="frozen weights that the checkpoint was made on"):
@@ -50,18 +67,28 @@ def test_frozen_weight_different_from_a_whole_checkpoint_is_still_saved(tmp_path
         runner.train()
     with Headed(settings(tmp_path, alone=True, steps=2)) as runner:
         runner.train()
-        assert sorted(runner.read_checkpoint("latest")["model"]) == ["0.weight", "1.bias", "1.weight"]
+        assert sorted(runner.read_checkpoint("latest")["model"]) == [
+            "0.weight",
+            "1.bias",
+            "1.weight",
+        ]
 
 
 @pytest.mark.parametrize("weights", [{}, {"1.weight": torch.zeros(5, 2), "1.bias": torch.zeros(5)}])
-def test_run_that_left_out_a_layer_of_its_base_resumes(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_run_that_left_out_a_layer_of_its_base_resumes(
+    weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     """The base lacks the layer, or has it in another shape; another seed makes other frozen weights than the run began from."""
-    torch.save({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2), **weights}, tmp_path / "base.pth")
+    torch.save(
+        {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2), **weights}, tmp_path / "base.pth"
+    )
     config = settings(tmp_path / "run", alone=True, pretrained=str(tmp_path / "base.pth"))
     config["checkpoint"]["exclude_from_loading"] = ["model.1"]
     with Headed({**config, "steps": 2}, base=2.0) as runner:
         runner.train()
-        trained = {name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()}
+        trained = {
+            name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()
+        }
     with Headed({**config, "steps": 2}, base=3.0) as runner:
         found = runner.unwrapped_model.state_dict()
         assert all(torch.equal(found[name], value) for name, value in trained.items())
@@ -70,7 +97,9 @@ def test_run_that_left_out_a_layer_of_its_base_resumes(weights: dict[str, torch.
 
 @pytest.mark.parametrize("permutation", ["two rows", "two values", "two pairs of values"])
 def test_exchanged_values_within_a_frozen_weight_are_named(permutation: str) -> None:
-    weight = nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), requires_grad=False)
+    weight = nn.Parameter(
+        torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), requires_grad=False
+    )
     model: Any = SimpleNamespace(named_parameters=lambda: [("weight", weight)])
     frozen = FrozenWeights(SimpleNamespace(unwrapped_model=model))  # type: ignore[arg-type]
     flat = weight.data.view(-1)
@@ -95,12 +124,17 @@ def test_exchanged_values_within_a_frozen_weight_are_named(permutation: str) -> 
         (torch.bool, torch.uint8),
     ],
 )
-def test_sum_is_the_bits_times_an_odd_number_of_their_place(dtype: torch.dtype, integers: torch.dtype) -> None:
+def test_sum_is_the_bits_times_an_odd_number_of_their_place(
+    dtype: torch.dtype, integers: torch.dtype
+) -> None:
     tensor = (torch.randn(40, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
     ones = torch.eye(40, dtype=torch.int64)
     factors = [bit_sum(one) for one in ones]
     assert len(set(factors)) == 40 and all(factor % 2 for factor in factors)
-    total = sum(value * factor for value, factor in zip(tensor.view(integers).tolist(), factors, strict=True))
+    total = sum(
+        value * factor
+        for value, factor in zip(tensor.view(integers).tolist(), factors, strict=True)
+    )
     assert (bit_sum(tensor) - total) % 2**64 == 0
     assert bit_sum(torch.empty(0)) == 0
 

@@ -33,7 +33,10 @@ class Ignoring(dl.TorchRunner):
         self.criterion = nn.CrossEntropyLoss()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         ignored = torch.where(torch.arange(SAMPLES) < SAMPLES // 2, -100, labels)
-        self.datasets = {"train": TensorDataset(inputs, labels), "val": TensorDataset(inputs, ignored)}
+        self.datasets = {
+            "train": TensorDataset(inputs, labels),
+            "val": TensorDataset(inputs, ignored),
+        }
         self.metrics = {"accuracy": dl.metrics.accuracy}
         self.stop_at = stop_at
 
@@ -53,7 +56,14 @@ class Ignoring100(Ignoring):
 
 
 def train(root: Path, kind: Any = Ignoring, stop_at: int | None = None, **changes: Any) -> Any:
-    config = {"seed": 1, "steps": 6, "evaluate_interval": 2, "dir": str(root), "log": False, "auto_resume": True}
+    config = {
+        "seed": 1,
+        "steps": 6,
+        "evaluate_interval": 2,
+        "dir": str(root),
+        "log": False,
+        "auto_resume": True,
+    }
     data = {"batch_size": 4, "shuffle": False}
     with kind({**config, "dataloader": data, **changes}, stop_at) as runner:
         with suppress(SystemExit):
@@ -67,7 +77,10 @@ def train(root: Path, kind: Any = Ignoring, stop_at: int | None = None, **change
         ("loss", 1),
         ("accuracy", 1),
         ("perplexity", 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("perplexity", 1), ("loss", 2), ("accuracy", 2))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("perplexity", 1), ("loss", 2), ("accuracy", 2))
+        ),
     ],
 )
 def test_evaluation_with_ignored_targets_only_is_nan_and_training_continues(
@@ -92,7 +105,9 @@ def test_ignored_targets_leave_the_loss_of_the_others(tmp_path: Path, world_size
 
 def test_it_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path)
-    named = [line for line in caplog.messages if "No evaluated target of split 'val' counts" in line]
+    named = [
+        line for line in caplog.messages if "No evaluated target of split 'val' counts" in line
+    ]
     assert len(named) == 1 and "Its first 1 batches were evaluated" in named[0]
 
 
@@ -135,6 +150,7 @@ def test_unsigned_targets_are_weighed_as_signed_ones(tmp_path: Path, dtype: torc
 
 def test_unsigned_targets_are_weighed_as_signed_ones_on_two_ranks(tmp_path: Path) -> None:
     expected, found = (
-        run_processes(train_cast, tmp_path / str(dtype), dtype, world_size=2) for dtype in (torch.int64, torch.uint16)
+        run_processes(train_cast, tmp_path / str(dtype), dtype, world_size=2)
+        for dtype in (torch.int64, torch.uint16)
     )
     assert found == expected

@@ -62,12 +62,16 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """The mean over the samples of their mean errors."""
     points, values = (batch["points"], batch["values"]) if isinstance(batch, dict) else batch
     targets = [each["values"] if isinstance(each, dict) else each[0] for each in values]
-    errors = [functional.mse_loss(model(each)[:, 0], target) for each, target in zip(points, targets)]
+    errors = [
+        functional.mse_loss(model(each)[:, 0], target) for each, target in zip(points, targets)
+    ]
     return torch.stack(errors).mean()
 
 
 class Lists(dl.Runner):
-    def __init__(self, config: Mapping[str, Any], dataset: Clouds, collate: Any, own_loader: bool) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], dataset: Clouds, collate: Any, own_loader: bool
+    ) -> None:
         super().__init__(config)
         self.model = make_line()
         if own_loader:
@@ -92,14 +96,18 @@ class Lists(dl.Runner):
 @pytest.mark.parametrize("own_loader", [False, True])
 @pytest.mark.parametrize("collate", [transposed, named])
 @pytest.mark.parametrize("kind", ["tensors", "mappings"])
-@pytest.mark.parametrize("sizes", [lambda index: 1 + index % 4, lambda index: CHANNELS], ids=["ragged", "images"])
+@pytest.mark.parametrize(
+    "sizes", [lambda index: 1 + index % 4, lambda index: CHANNELS], ids=["ragged", "images"]
+)
 def test_a_batch_of_lists_weighs_its_samples(
     sizes: Any, kind: str, collate: Any, own_loader: bool, tmp_path: Path
 ) -> None:
     dataset = Clouds(sizes, kind)
     # The micro-batches have 4, 4 and 2 samples.
     loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": collate}
-    config = settings(tmp_path, epochs=1, accum_steps=3, dataloader=loader, optim={"type": "sgd", "lr": 0.1})
+    config = settings(
+        tmp_path, epochs=1, accum_steps=3, dataloader=loader, optim={"type": "sgd", "lr": 0.1}
+    )
     if own_loader:
         del config["dataloader"]
     model = make_line()
@@ -159,13 +167,20 @@ def time_last(samples: list[Any]) -> tuple[Tensor, ...]:
     [(Padded, time_first, True), (Weighed, time_first, False), (Later, time_last, False)],
 )
 def test_a_batch_that_weighs_its_time_is_named_once(
-    kind: Any, collate: Any, is_named: bool, own_loader: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: Any,
+    collate: Any,
+    is_named: bool,
+    own_loader: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": collate}
     config = settings(tmp_path, epochs=2, dataloader=loader)
     if own_loader:
         del config["dataloader"]
-    with kind(config, Clouds(lambda index: 5 + index % 2, "tensors"), collate, own_loader) as runner:
+    with kind(
+        config, Clouds(lambda index: 5 + index % 2, "tensors"), collate, own_loader
+    ) as runner:
         runner.train()
     assert caplog.text.count("A batch of 4 samples weighs 6") == is_named
 
@@ -186,7 +201,11 @@ class Speech(Dataset[tuple[Tensor, Tensor]]):
 def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     frames, labels = zip(*samples)
     target = nn.utils.rnn.pad_sequence(list(labels), batch_first=True)
-    return {"input": torch.stack(frames), "target": target, "lengths": torch.tensor([len(each) for each in labels])}
+    return {
+        "input": torch.stack(frames),
+        "target": target,
+        "lengths": torch.tensor([len(each) for each in labels]),
+    }
 
 
 def joined(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -215,7 +234,9 @@ class Transcribing(dl.Runner):
         return None, ctc_of(self.model, data)
 
 
-@pytest.mark.parametrize("criterion", [nn.CTCLoss(), functional.ctc_loss, partial(functional.ctc_loss, blank=0)])
+@pytest.mark.parametrize(
+    "criterion", [nn.CTCLoss(), functional.ctc_loss, partial(functional.ctc_loss, blank=0)]
+)
 @pytest.mark.parametrize("collate", [padded, joined])
 def test_a_batch_of_ctc_weighs_its_samples(collate: Any, criterion: Any, tmp_path: Path) -> None:
     loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": collate}
@@ -263,7 +284,9 @@ class Left(dl.Runner):
             "numbers": lambda pred, target: (pred - target).abs(),
         }
         if own_loader:
-            loaders = (DataLoader(Holes(), batch_size=4, collate_fn=without_holes) for _ in range(2))
+            loaders = (
+                DataLoader(Holes(), batch_size=4, collate_fn=without_holes) for _ in range(2)
+            )
             self.dataloaders = dict(zip(("train", "val"), loaders))
         else:
             self.datasets = {"train": Holes(), "val": Holes()}
@@ -273,7 +296,9 @@ class Left(dl.Runner):
 
 
 @pytest.mark.parametrize("own_loader", [False, True])
-def test_metrics_count_the_samples_that_a_collate_function_has_left(own_loader: bool, tmp_path: Path) -> None:
+def test_metrics_count_the_samples_that_a_collate_function_has_left(
+    own_loader: bool, tmp_path: Path
+) -> None:
     loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": without_holes}
     config = settings(tmp_path, epochs=1, accum_steps=3, train_metrics=True, dataloader=loader)
     if own_loader:
@@ -293,7 +318,9 @@ def test_metrics_count_the_samples_that_a_collate_function_has_left(own_loader: 
     for name in ("number", "numbers"):
         assert results["train"][name] == pytest.approx(before, abs=1e-12)
         assert results["val"][name] == pytest.approx(after, abs=1e-12)
-        assert bounded[name] == pytest.approx(float((expected - targets)[:4].abs().mean()), abs=1e-12)
+        assert bounded[name] == pytest.approx(
+            float((expected - targets)[:4].abs().mean()), abs=1e-12
+        )
     assert bounded["samples"] == 4
     assert [row["pred"] for row in predictions] == pytest.approx(expected.tolist(), abs=1e-12)
 
@@ -326,7 +353,13 @@ class Averages(dl.Runner):
         self.datasets = {"val": Pictures()}
 
     def infer_step(self, data: Any) -> Tensor:
-        pictures = data["pictures"].unbind() if isinstance(data, dict) else data if isinstance(data, list) else data[0]
+        pictures = (
+            data["pictures"].unbind()
+            if isinstance(data, dict)
+            else data
+            if isinstance(data, list)
+            else data[0]
+        )
         return torch.stack([picture.mean() for picture in pictures])
 
     def evaluate_step(self, data: Any) -> tuple[Tensor, None]:
@@ -335,7 +368,9 @@ class Averages(dl.Runner):
 
 @pytest.mark.parametrize("collate", [as_read, with_boxes, nested])
 def test_a_list_with_an_entry_for_each_sample_has_all(collate: Any, tmp_path: Path) -> None:
-    with Averages(settings(tmp_path, dataloader={"batch_size": 5, "collate_fn": collate})) as runner:
+    with Averages(
+        settings(tmp_path, dataloader={"batch_size": 5, "collate_fn": collate})
+    ) as runner:
         result, predictions = runner.evaluate_steps("val", 2), runner.infer("val")
     assert result["samples"] == SAMPLES
     assert result["mean"] == pytest.approx(sum(range(SAMPLES)) / SAMPLES, abs=1e-12)
@@ -347,7 +382,12 @@ def test_columns_are_told_from_samples() -> None:
     assert count_samples([columns, {"a": 1}]) == 4
     assert count_samples([columns, torch.zeros(4)]) == 4
     assert count_samples([[torch.zeros(5, 2), torch.zeros(3, 2)], [{}, {}]]) == 2
-    assert count_samples({"images": [torch.zeros(3, 8, 8)] * 2, "boxes": [torch.zeros(5, 4), torch.zeros(0, 4)]}) == 2
+    assert (
+        count_samples(
+            {"images": [torch.zeros(3, 8, 8)] * 2, "boxes": [torch.zeros(5, 4), torch.zeros(0, 4)]}
+        )
+        == 2
+    )
     # The rows of a batch of several parts, such as the nodes and the edges of graphs.
     assert count_samples([torch.zeros(6, 2), torch.zeros(2, 9), torch.zeros(3)]) == 6
 
@@ -420,12 +460,26 @@ def test_learned_weights_of_a_criterion_weigh_no_class(
         criterion(model(inputs[batch]), targets[batch]).backward()
         optimizer.step()
     loader = {"batch_size": 4, "shuffle": False}
-    config = settings(tmp_path, steps=2, accum_steps=accumulated, dataloader=loader, optim={"type": "sgd", "lr": 0.1})
+    config = settings(
+        tmp_path,
+        steps=2,
+        accum_steps=accumulated,
+        dataloader=loader,
+        optim={"type": "sgd", "lr": 0.1},
+    )
     for found in run_processes(train, {**config, "kind": kind}, world_size=world_size):
-        torch.testing.assert_close(found, [weights_of(model), weights_of(criterion)], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            found, [weights_of(model), weights_of(criterion)], rtol=0, atol=1e-12
+        )
 
 
 def test_weights_of_classes_weigh_the_targets() -> None:
     targets = torch.tensor([0, 2, 2])
-    assert criterion_weight(nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0])), targets, None) == 7.0
-    assert criterion_weight(Margin(), targets, None) == criterion_weight(Uncertain(), targets, None) == 3.0
+    assert (
+        criterion_weight(nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0])), targets, None) == 7.0
+    )
+    assert (
+        criterion_weight(Margin(), targets, None)
+        == criterion_weight(Uncertain(), targets, None)
+        == 3.0
+    )

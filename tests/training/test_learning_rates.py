@@ -55,22 +55,36 @@ def train(root: Path, schedule: Any = None, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_built_schedule_takes_an_added_group_from_its_own_rate(tmp_path: Path, world_size: int) -> None:
+def test_built_schedule_takes_an_added_group_from_its_own_rate(
+    tmp_path: Path, world_size: int
+) -> None:
     for rates in run_processes(
-        train, tmp_path, scheduler={"type": "cosine"}, ddp={"find_unused_parameters": True}, world_size=world_size
+        train,
+        tmp_path,
+        scheduler={"type": "cosine"},
+        ddp={"find_unused_parameters": True},
+        world_size=world_size,
     ):
         updates = EPOCHS * UPDATES
         for update, found in enumerate(rates):
             factor = 0.5 * (1 + math.cos(math.pi * update / updates))
             # The first update with the group comes before the schedule has seen it.
-            own = [OWN * (1.0 if update == updates // 2 else factor)] if update >= updates // 2 else []
+            own = (
+                [OWN * (1.0 if update == updates // 2 else factor)]
+                if update >= updates // 2
+                else []
+            )
             assert found == pytest.approx([RATE * factor, *own])
 
 
 def test_added_group_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, scheduler={"type": "cosine"})
     assert (
-        sum("1 parameter group was added to the optimizer since the training began" in m for m in caplog.messages) == 1
+        sum(
+            "1 parameter group was added to the optimizer since the training began" in m
+            for m in caplog.messages
+        )
+        == 1
     )
 
 
@@ -85,9 +99,14 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_schedule_unable_to_take_an_added_group_is_an_error_with_the_fix(tmp_path: Path, kind: str) -> None:
+def test_schedule_unable_to_take_an_added_group_is_an_error_with_the_fix(
+    tmp_path: Path, kind: str
+) -> None:
     schedule, changes = SCHEDULES[kind]
-    with pytest.raises(ValueError, match="move the rates of all 2 groups of the optimizer. Received: a .* made for 1,"):
+    with pytest.raises(
+        ValueError,
+        match="move the rates of all 2 groups of the optimizer. Received: a .* made for 1,",
+    ):
         train(tmp_path, schedule, **changes)
 
 
@@ -126,7 +145,13 @@ def train_with_own_rate(root: Path, shown: bool) -> list[str]:
             return dl.TorchRunner.train_step(self, data)
 
     for epochs in (1, 2):
-        config = {"seed": 1, "epochs": epochs, "dir": str(root), "auto_resume": True, "log_interval": 1}
+        config = {
+            "seed": 1,
+            "epochs": epochs,
+            "dir": str(root),
+            "auto_resume": True,
+            "log_interval": 1,
+        }
         with Own({**config, "log": True, "dataloader": {"batch_size": 4}}) as runner:
             runner.train()
     for log in sorted((root / "logs").glob("*.log")):
@@ -135,7 +160,9 @@ def train_with_own_rate(root: Path, shown: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_optimizer_without_a_rate_is_trained_logged_and_resumed(tmp_path: Path, shown: bool) -> None:
+def test_optimizer_without_a_rate_is_trained_logged_and_resumed(
+    tmp_path: Path, shown: bool
+) -> None:
     lines = train_with_own_rate(tmp_path, shown)
     assert not any("failed with" in line or "is dropped" in line for line in lines)
     assert any("loss" in line for line in lines) and not any(" lr " in line for line in lines)

@@ -52,7 +52,10 @@ class Failing(dl.Runner):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.model, self.criterion = make(), nn.MSELoss()
-        self.datasets = {"train": TensorDataset(INPUTS, TARGETS), "val": TensorDataset(INPUTS[:8], TARGETS[:8])}
+        self.datasets = {
+            "train": TensorDataset(INPUTS, TARGETS),
+            "val": TensorDataset(INPUTS[:8], TARGETS[:8]),
+        }
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.left = [self.config.fails]
         for layer in self.model.children():
@@ -82,22 +85,34 @@ def train(config: Mapping[str, Any]) -> dict[str, Tensor]:
         with pytest.raises(RuntimeError, match="a bad sample"):
             runner.train()
         runner.train()
-        return {name: whole(value.detach()).clone() for name, value in runner.model_state_dict().items()}
+        return {
+            name: whole(value.detach()).clone() for name, value in runner.model_state_dict().items()
+        }
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "shards": {"stack": "parallel", "parallel": {"axes": {"shard": 2}}, "fsdp": {"gradient_sync": "last"}},
+    "shards": {
+        "stack": "parallel",
+        "parallel": {"axes": {"shard": 2}},
+        "fsdp": {"gradient_sync": "last"},
+    },
     "replicas of shards": {
         "stack": "parallel",
         "parallel": {"axes": {"shard": 2, "replicate": 2}},
         "fsdp": {"gradient_sync": "last_all_reduce"},
     },
     "canonical": {"gradient_sum": "canonical"},
-    "canonical on shards": {"gradient_sum": "canonical", "stack": "parallel", "parallel": {"axes": {"shard": 2}}},
+    "canonical on shards": {
+        "gradient_sum": "canonical",
+        "stack": "parallel",
+        "parallel": {"axes": {"shard": 2}},
+    },
 }
 
 
-@pytest.mark.parametrize("fails", ["after backward", "before backward", "in forward", "in backward"])
+@pytest.mark.parametrize(
+    "fails", ["after backward", "before backward", "in forward", "in backward"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_that_was_left_is_made_again(layout: str, fails: str, tmp_path: Path) -> None:
     can_reset = "shards" not in layout or hasattr(FSDPModule, "reset_iter_state")
@@ -112,7 +127,10 @@ def test_an_update_that_was_left_is_made_again(layout: str, fails: str, tmp_path
         optimizer.step()
     more = LAYOUTS[layout]
     ranks = 4 if layout == "replicas of shards" else 2
-    loader: dict[str, Any] = {"accum_steps": 2, "dataloader": {"batch_size": 4 // ranks, "shuffle": False}}
+    loader: dict[str, Any] = {
+        "accum_steps": 2,
+        "dataloader": {"batch_size": 4 // ranks, "shuffle": False},
+    }
     if "gradient_sum" in more:
         loader = {"dataloader": {"global_batch_size": 8, "micro_batch_size": 2, "shuffle": False}}
     config = settings(tmp_path, steps=UPDATES, fails=fails, **{**loader, **more})
@@ -130,7 +148,10 @@ def evaluate_averages(config: Mapping[str, Any]) -> float:
         return float(runner.evaluate("val")["val"]["loss"])
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 of this torch cannot leave a forward.")
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"),
+    reason="FSDP2 of this torch cannot leave a forward.",
+)
 def test_an_evaluation_after_a_forward_that_was_left_is_of_the_averages(tmp_path: Path) -> None:
     """The parameters that the forward had gathered hid that the averages came in."""
     more = {
@@ -142,4 +163,6 @@ def test_an_evaluation_after_a_forward_that_was_left_is_of_the_averages(tmp_path
     whole_run = settings(tmp_path / "whole", steps=1, fails="nowhere", **more)
     left = settings(tmp_path / "left", steps=2, fails="in forward", **more)
     expected = run_processes(evaluate_averages, whole_run, world_size=2, timeout=60)
-    assert run_processes(evaluate_averages, left, world_size=2, timeout=60) == pytest.approx(expected, abs=1e-12)
+    assert run_processes(evaluate_averages, left, world_size=2, timeout=60) == pytest.approx(
+        expected, abs=1e-12
+    )

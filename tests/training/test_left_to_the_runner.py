@@ -52,7 +52,9 @@ WAYS: dict[str, Callable[[Loop], None]] = {
 }
 
 
-def weights_of(config: dict[str, Any], where: str | None, way: Callable[[Loop], None]) -> dict[str, Tensor]:
+def weights_of(
+    config: dict[str, Any], where: str | None, way: Callable[[Loop], None]
+) -> dict[str, Tensor]:
     """Train with a call at a place, and return the weights."""
     changed = type("Changed", (Loop,), {where: staticmethod(way)} if where else {})
     with changed(config) as runner:
@@ -67,7 +69,9 @@ def config_of(root: Path | str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("where", ["before", "between"])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_dropped_by_train_step_are_refused(way: str, where: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"before the backward of micro-batch 2 .*Remove zero_grad\(\)"):
+    with pytest.raises(
+        ValueError, match=r"before the backward of micro-batch 2 .*Remove zero_grad\(\)"
+    ):
         weights_of(config_of(tmp_path), where, WAYS[way])
 
 
@@ -79,16 +83,21 @@ def test_gradients_that_an_engine_leaves_in_the_parameters_are_not_dropped(
     stage: int, way: str, tmp_path: Path
 ) -> None:
     engine = {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage}}}
-    with pytest.raises(ValueError, match=r"before the backward of micro-batch 2 .*Remove zero_grad\(\)"):
+    with pytest.raises(
+        ValueError, match=r"before the backward of micro-batch 2 .*Remove zero_grad\(\)"
+    ):
         weights_of(config_of(tmp_path, **engine), "before", WAYS[way])
 
 
 @needs_deepspeed
 @pytest.mark.parametrize(("stage", "way"), [(1, "optimizer.zero_grad()"), (2, "model.zero_grad()")])
-def test_zero_grad_loses_nothing_if_an_engine_has_taken_the_gradients(stage: int, way: str, tmp_path: Path) -> None:
+def test_zero_grad_loses_nothing_if_an_engine_has_taken_the_gradients(
+    stage: int, way: str, tmp_path: Path
+) -> None:
     engine = {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage}}}
     plain, zeroed = (
-        weights_of(config_of(tmp_path / str(where), **engine), where, WAYS[way]) for where in (None, "before")
+        weights_of(config_of(tmp_path / str(where), **engine), where, WAYS[way])
+        for where in (None, "before")
     )
     assert differences(plain, zeroed) == []
 
@@ -105,7 +114,9 @@ SHARDED: dict[str, Any] = {"stack": "parallel", "parallel": {"axes": {"shard": 2
 
 
 @pytest.mark.parametrize(
-    "stack", [{"stack": "ddp"}, {"stack": "accelerate"}, SHARDED], ids=["ddp", "accelerate", "sharded"]
+    "stack",
+    [{"stack": "ddp"}, {"stack": "accelerate"}, SHARDED],
+    ids=["ddp", "accelerate", "sharded"],
 )
 def test_they_are_refused_on_two_ranks(stack: dict[str, Any], tmp_path: Path) -> None:
     assert run_processes(refused, str(tmp_path), stack) == [True, True]
@@ -114,7 +125,9 @@ def test_they_are_refused_on_two_ranks(stack: dict[str, Any], tmp_path: Path) ->
 def of_shards(root: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights with and without zero_grad where gradients add up elsewhere than in the parameters until the last backward."""
     stack, way = {**SHARDED, "fsdp": {"gradient_sync": "last"}}, WAYS["optimizer.zero_grad()"]
-    plain, zeroed = (weights_of(config_of(f"{root}/{where}", **stack), where, way) for where in (None, "before"))
+    plain, zeroed = (
+        weights_of(config_of(f"{root}/{where}", **stack), where, way) for where in (None, "before")
+    )
     return plain, zeroed
 
 
@@ -144,7 +157,9 @@ def by_hand() -> dict[str, Tensor]:
             batches.append([part.clone() for part in data])
             return super().train_step(data)
 
-    with Recorded(settings("by_hand", steps=4, accum_steps=2, dataloader={"batch_size": 2})) as runner:
+    with Recorded(
+        settings("by_hand", steps=4, accum_steps=2, dataloader={"batch_size": 2})
+    ) as runner:
         runner.train()
     torch.manual_seed(2)
     model = nn.Linear(3, 1)
@@ -168,26 +183,37 @@ HARMLESS: dict[str, Callable[[Loop], None]] = {
 
 
 @pytest.mark.parametrize("way", HARMLESS)
-def test_harmless_zero_grad_changes_nothing(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harmless_zero_grad_changes_nothing(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     plain = weights_of(config_of(tmp_path / "plain"), None, HARMLESS[way])
-    assert differences(weights_of(config_of(tmp_path / "way"), "before", HARMLESS[way]), plain) == []
+    assert (
+        differences(weights_of(config_of(tmp_path / "way"), "before", HARMLESS[way]), plain) == []
+    )
     assert differences(by_hand(), plain) == []
 
 
 def test_without_accumulation_zero_grad_is_harmless(tmp_path: Path) -> None:
     way = WAYS["optimizer.zero_grad()"]
     found = [
-        weights_of({**config_of(tmp_path / str(where)), "accum_steps": 1}, where, way) for where in (None, "before")
+        weights_of({**config_of(tmp_path / str(where)), "accum_steps": 1}, where, way)
+        for where in (None, "before")
     ]
     assert differences(*found) == []
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
-@pytest.mark.parametrize("schedule", [{"type": "cosine"}, {"type": "steplr", "step_size": 2, "interval": "epoch"}])
-def test_schedule_advanced_by_train_step_is_refused(schedule: dict[str, Any], accum_steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "schedule", [{"type": "cosine"}, {"type": "steplr", "step_size": 2, "interval": "epoch"}]
+)
+def test_schedule_advanced_by_train_step_is_refused(
+    schedule: dict[str, Any], accum_steps: int, tmp_path: Path
+) -> None:
     config = {**config_of(tmp_path, scheduler=schedule), "accum_steps": accum_steps}
-    with pytest.raises(ValueError, match=rf"advanced {accum_steps} times in an update. Remove scheduler.step\(\)"):
+    with pytest.raises(
+        ValueError, match=rf"advanced {accum_steps} times in an update. Remove scheduler.step\(\)"
+    ):
         weights_of(config, "before", lambda runner: runner.scheduler.step())
 
 
@@ -198,7 +224,12 @@ def test_schedule_advanced_in_optimizer_step_is_refused(tmp_path: Path) -> None:
             self.scheduler.step()
 
     runner = Stepping(config_of(tmp_path, scheduler={"type": "cosine"}))
-    with runner, pytest.raises(ValueError, match=r"`optimizer_step` to leave the schedule .*advanced 1 times in"):
+    with (
+        runner,
+        pytest.raises(
+            ValueError, match=r"`optimizer_step` to leave the schedule .*advanced 1 times in"
+        ),
+    ):
         runner.train()
 
 
@@ -211,7 +242,9 @@ class Phased(Loop):
         members = {"first": torch.optim.SGD([first], 0.1), "others": torch.optim.SGD(others, 0.1)}
         self.optimizer = members
         if "scheduler" not in config:
-            self.scheduler = {name: torch.optim.lr_scheduler.StepLR(each, 2) for name, each in members.items()}
+            self.scheduler = {
+                name: torch.optim.lr_scheduler.StepLR(each, 2) for name, each in members.items()
+            }
         self.stepped = stepped
 
     def train_step(self, data: Any) -> Any:
@@ -229,7 +262,14 @@ class Phased(Loop):
 
 @pytest.mark.parametrize(
     ("by_config", "stepped", "times"),
-    [(True, "both", 1), (False, "both", 2), (False, "first", 1), (False, "others", 1), (False, "", 0), (True, "", 0)],
+    [
+        (True, "both", 1),
+        (False, "both", 2),
+        (False, "first", 1),
+        (False, "others", 1),
+        (False, "", 0),
+        (True, "", 0),
+    ],
 )
 def test_schedules_of_several_optimizers_are_left_to_the_runner(
     by_config: bool, stepped: str, times: int, tmp_path: Path
@@ -242,7 +282,8 @@ def test_schedules_of_several_optimizers_are_left_to_the_runner(
             assert {each.last_epoch for each in schedules} == {runner.train_state.global_step}
             return
         with pytest.raises(
-            ValueError, match=rf"`train_step` to leave the schedule .*advanced {times} times in an update"
+            ValueError,
+            match=rf"`train_step` to leave the schedule .*advanced {times} times in an update",
         ):
             runner.train()
 
@@ -262,10 +303,17 @@ class SteppingInPass(Loop):
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize("program", [SteppingAfterStep, SteppingInPass])
-def test_schedule_advanced_between_updates_is_refused(program: type[Loop], interval: str, tmp_path: Path) -> None:
+def test_schedule_advanced_between_updates_is_refused(
+    program: type[Loop], interval: str, tmp_path: Path
+) -> None:
     schedule = {"type": "steplr", "step_size": 2, "interval": interval}
     runner = program({**config_of(tmp_path, scheduler=schedule), "steps": None, "epochs": 3})
-    with runner, pytest.raises(ValueError, match=r"Expected your program to leave the schedule to the runner"):
+    with (
+        runner,
+        pytest.raises(
+            ValueError, match=r"Expected your program to leave the schedule to the runner"
+        ),
+    ):
         runner.train()
 
 
@@ -275,10 +323,17 @@ def test_schedule_set_back_between_updates_is_kept(tmp_path: Path) -> None:
             self.scheduler.last_epoch = 0
 
     with Restarting(
-        {**config_of(tmp_path, scheduler={"type": "steplr", "step_size": 2}), "steps": None, "epochs": 3}
+        {
+            **config_of(tmp_path, scheduler={"type": "steplr", "step_size": 2}),
+            "steps": None,
+            "epochs": 3,
+        }
     ) as runner:
         runner.train()
-        assert runner.state.train.epoch == 3 and runner.scheduler.last_epoch == runner.state.train.global_step // 3
+        assert (
+            runner.state.train.epoch == 3
+            and runner.scheduler.last_epoch == runner.state.train.global_step // 3
+        )
 
 
 def test_a_schedule_of_another_optimizer_is_the_programs(tmp_path: Path) -> None:

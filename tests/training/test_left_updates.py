@@ -54,7 +54,11 @@ class Failing(dl.Runner):
             self.backward(loss)
         if fails and self.left:
             self.left.clear()
-            raise KeyboardInterrupt if self.config.kind == "interrupted" else RuntimeError("a bad sample")
+            raise (
+                KeyboardInterrupt
+                if self.config.kind == "interrupted"
+                else RuntimeError("a bad sample")
+            )
         return None, loss
 
     def optimizer_step(self) -> None:
@@ -74,7 +78,9 @@ def train(config: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
             runner.train()
         assert runner.train_state.global_step == 2 and not runner.left
         runner.train()
-        return {name: value.clone() for name, value in runner.model_state_dict().items()}, runner.train_state.micro_step
+        return {
+            name: value.clone() for name, value in runner.model_state_dict().items()
+        }, runner.train_state.micro_step
 
 
 class Half(Failing):
@@ -103,7 +109,9 @@ def train_half(config: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
                 runner.train()
             assert runner.train_state.global_step == 2
         runner.train()
-        return {name: value.clone() for name, value in runner.model_state_dict().items()}, runner.train_state.micro_step
+        return {
+            name: value.clone() for name, value in runner.model_state_dict().items()
+        }, runner.train_state.micro_step
 
 
 @pytest.mark.parametrize("phased", [False, True])
@@ -112,16 +120,28 @@ def test_an_update_in_float16_that_was_left_after_unscaling_is_made_again(
     world_size: int, phased: bool, tmp_path: Path
 ) -> None:
     loader = {"batch_size": 4 // world_size, "shuffle": False}
-    more = {"steps": UPDATES, "accum_steps": 2, "dataloader": loader, "precision": "fp16", "phased": phased}
-    whole = run_processes(train_half, settings(tmp_path / "whole", kind="none", **more), world_size=world_size)
-    left = run_processes(train_half, settings(tmp_path / "left", kind="in the step", **more), world_size=world_size)
+    more = {
+        "steps": UPDATES,
+        "accum_steps": 2,
+        "dataloader": loader,
+        "precision": "fp16",
+        "phased": phased,
+    }
+    whole = run_processes(
+        train_half, settings(tmp_path / "whole", kind="none", **more), world_size=world_size
+    )
+    left = run_processes(
+        train_half, settings(tmp_path / "left", kind="in the step", **more), world_size=world_size
+    )
     for (weights, steps), (others, other_steps) in zip(whole, left):
         torch.testing.assert_close(weights, others, rtol=0, atol=0)
         assert steps == other_steps == 2 * UPDATES
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", ["raised", "interrupted", "not finite", "in the step", "of a phase"])
+@pytest.mark.parametrize(
+    "kind", ["raised", "interrupted", "not finite", "in the step", "of a phase"]
+)
 def test_an_update_that_was_left_is_made_again_from_its_first_sample(
     kind: str, world_size: int, tmp_path: Path
 ) -> None:

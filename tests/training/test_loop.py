@@ -13,14 +13,27 @@ from torch import nn
 
 from danling import TorchRunner
 from danling.distributed.step_sync import REQUESTS, HostCopy
-from danling.training.session import DataEnded, EvaluationStopped, IntactStateError, TrainingAbandoned
+from danling.training.session import (
+    DataEnded,
+    EvaluationStopped,
+    IntactStateError,
+    TrainingAbandoned,
+)
 
 
 class Told(TorchRunner):
     """Writes down what its loop asks of it; `at` maps an event to what happens then. An update on NaN is skipped."""
 
-    def __init__(self, directory: Path, *splits: int, at: Any = None, data: Any = None, **settings: Any) -> None:
-        self_settings = {"seed": 1, "log": False, "try_evaluation": False, "skip_nonfinite_grad": True, **settings}
+    def __init__(
+        self, directory: Path, *splits: int, at: Any = None, data: Any = None, **settings: Any
+    ) -> None:
+        self_settings = {
+            "seed": 1,
+            "log": False,
+            "try_evaluation": False,
+            "skip_nonfinite_grad": True,
+            **settings,
+        }
         super().__init__(
             {
                 "dir": directory,
@@ -32,7 +45,9 @@ class Told(TorchRunner):
         self.model, self.criterion = nn.Linear(1, 1), nn.L1Loss()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         names = ["train", "train_b", "train_c"]
-        self.datasets = {split: [(torch.ones(1), torch.ones(1))] * n for split, n in zip(names, splits or (3,))}
+        self.datasets = {
+            split: [(torch.ones(1), torch.ones(1))] * n for split, n in zip(names, splits or (3,))
+        }
         if data is not None:
             self.datasets["train"] = [(torch.tensor([value]), torch.ones(1)) for value in data]
         self.dataloaders["val"] = [(torch.ones(1, 1), torch.ones(1, 1))]
@@ -69,7 +84,11 @@ def updates(first: int, last: int) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "events", "recorded"),
     [
-        ({"epochs": 2}, [*updates(1, 3), "evaluate val", "history", *updates(4, 6), "evaluate val", "history"], [1, 2]),
+        (
+            {"epochs": 2},
+            [*updates(1, 3), "evaluate val", "history", *updates(4, 6), "evaluate val", "history"],
+            [1, 2],
+        ),
         (
             {"steps": 7, "evaluate_interval": 4, "checkpoint.interval": 2, "min_delta": 9.0},
             [
@@ -108,9 +127,14 @@ def test_order_of_training_evaluation_and_saves(
 
 def test_a_skipped_update_is_no_boundary(tmp_path: Path) -> None:
     nan = float("nan")
-    with Told(tmp_path, data=(nan, 1.0, nan, 1.0), steps=2, evaluate_interval=1, min_delta=9.0) as run:
+    with Told(
+        tmp_path, data=(nan, 1.0, nan, 1.0), steps=2, evaluate_interval=1, min_delta=9.0
+    ) as run:
         run.train()
-        first, second = ["skipped", "update 1", "evaluate val", "history"], ["skipped", "update 2", "evaluate val"]
+        first, second = (
+            ["skipped", "update 1", "evaluate val", "history"],
+            ["skipped", "update 2", "evaluate val"],
+        )
         assert run.events == [*first, *second, "history"]
         assert run.state.train.skipped_updates == 2
 
@@ -120,14 +144,20 @@ def test_a_stop_leaves_the_pass_records_nothing_and_is_saved(tmp_path: Path) -> 
     with Told(tmp_path, at={"update 2": lambda: run.stop()}, **settings) as run:
         run.train()
         # The request is applied at the boundary of the next update.
-        assert run.events == [*updates(1, 3), "save"] and not run.results and run.state.train.epoch == 0
+        assert (
+            run.events == [*updates(1, 3), "save"]
+            and not run.results
+            and run.state.train.epoch == 0
+        )
         assert not list(tmp_path.rglob("model*"))  # only a run that is complete is exported
         run.at.clear()
         run.train()
         assert list(run.results) == [1, 2] and list(tmp_path.rglob("model*"))
 
 
-def test_pending_requests_of_the_device_at_a_stop_are_not_left_to_the_next_training(tmp_path: Path) -> None:
+def test_pending_requests_of_the_device_at_a_stop_are_not_left_to_the_next_training(
+    tmp_path: Path,
+) -> None:
     runner = Told(tmp_path, epochs=2)
     sync = runner._parts.update.sync
     asked = torch.tensor([float(name == "stop") for name in REQUESTS], dtype=torch.float64)
@@ -145,7 +175,12 @@ def test_requested_checkpoint_waits_for_a_due_evaluation(tmp_path: Path) -> None
     def ask() -> None:
         run.request_checkpoint()
 
-    settings: Any = {"steps": 5, "evaluate_interval": 4, "checkpoint.interval": 100, "min_delta": 9.0}
+    settings: Any = {
+        "steps": 5,
+        "evaluate_interval": 4,
+        "checkpoint.interval": 100,
+        "min_delta": 9.0,
+    }
     with Told(tmp_path, at={"update 1": ask, "update 3": ask}, **settings) as run:
         run.train()
         first = ["update 1", "update 2", "save", "update 3", "update 4", "evaluate val", "save"]
@@ -198,14 +233,18 @@ def test_failure_with_a_whole_state_is_saved_before_it_is_raised(
     def fail(**options: Any) -> None:
         raise OSError("no space left")
 
-    with Told(tmp_path, at={"evaluate val": lose}, epochs=2, **{"checkpoint.before_evaluation": False}) as run:
+    with Told(
+        tmp_path, at={"evaluate val": lose}, epochs=2, **{"checkpoint.before_evaluation": False}
+    ) as run:
         with pytest.raises(Lost):
             run.train()
         assert ("That save failed" in caplog.text) is fails
         assert (run.saver.saved_at == (3, 0, 3)) is not fails
 
 
-@pytest.mark.parametrize(("error", "reason"), [(EvaluationStopped(), None), (TrainingAbandoned(), "stop")])
+@pytest.mark.parametrize(
+    ("error", "reason"), [(EvaluationStopped(), None), (TrainingAbandoned(), "stop")]
+)
 def test_interrupted_evaluations_and_waits_end_like_others(
     error: Exception, reason: str | None, tmp_path: Path
 ) -> None:
@@ -216,7 +255,10 @@ def test_interrupted_evaluations_and_waits_end_like_others(
 
     with Told(tmp_path, at={"evaluate val": leave}, epochs=2) as run:
         run.train()
-        assert run._parts.session.stop_reason == reason and run.events[-2:] == ["evaluate val", "save"]
+        assert run._parts.session.stop_reason == reason and run.events[-2:] == [
+            "evaluate val",
+            "save",
+        ]
         # It is made anew: the pass is not trained again.
         run.at.clear()
         run.train()

@@ -80,12 +80,24 @@ class Metered(dl.Runner):
 
 
 def settings(root: Path, **changes: Any) -> dict[str, Any]:
-    base = {"seed": 1, "epochs": 3, "dir": str(root), "train_metrics": True, "auto_resume": True, "log": False}
-    base |= {"dataloader": {"batch_size": 4, "drop_last": False}, "optim": {"type": "sgd", "lr": 0.5}}
+    base = {
+        "seed": 1,
+        "epochs": 3,
+        "dir": str(root),
+        "train_metrics": True,
+        "auto_resume": True,
+        "log": False,
+    }
+    base |= {
+        "dataloader": {"batch_size": 4, "drop_last": False},
+        "optim": {"type": "sgd", "lr": 0.5},
+    }
     return {**base, **changes}
 
 
-def train(config: Mapping[str, Any], stop_at: int | None = None) -> tuple[dict[int, Any], list[float]]:
+def train(
+    config: Mapping[str, Any], stop_at: int | None = None
+) -> tuple[dict[int, Any], list[float]]:
     with Metered(config, stop_at) as runner:
         runner.train()
         return runner.results, runner.seen
@@ -157,7 +169,9 @@ def collection() -> Metric:
     return metrics  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("make", [lambda: MulticlassAccuracy(3), collection, Plain], ids=["one", "collection", "plain"])
+@pytest.mark.parametrize(
+    "make", [lambda: MulticlassAccuracy(3), collection, Plain], ids=["one", "collection", "plain"]
+)
 @pytest.mark.parametrize("val", [True, False], ids=["evaluated", "saved"])
 def test_updates_in_training_are_named_once(
     make: Any, val: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -184,7 +198,9 @@ class Evaluating(UpdatesItself):
 
 
 @pytest.mark.parametrize(
-    ("kind", "resets"), [(UpdatesItself, True), (Evaluating, False)], ids=["resets them", "evaluates by itself"]
+    ("kind", "resets"),
+    [(UpdatesItself, True), (Evaluating, False)],
+    ids=["resets them", "evaluates by itself"],
 )
 def test_nothing_is_named_where_nothing_is_lost(
     kind: type[UpdatesItself], resets: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -231,7 +247,9 @@ class WithRecall(Metered):
 
 
 @pytest.mark.parametrize("make", [Recall, Plain])
-def test_no_reset_or_trial_of_the_library_is_named(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_reset_or_trial_of_the_library_is_named(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "danling")
     for epochs in (1, 2):
         with WithRecall(settings(tmp_path, train_metrics=False, epochs=epochs), make()) as runner:

@@ -36,8 +36,12 @@ def test_mismatched_names_and_shapes_are_named() -> None:
     states = ModelStates(Trained(1))
     weights = states.model_state()
     with pytest.raises(CheckpointMismatch, match=r"missing=\['0\.bias'\], unexpected=\['head'\]"):
-        states.load_model({**{n: v for n, v in weights.items() if n != "0.bias"}, "head": torch.ones(1)})
-    with pytest.raises(CheckpointMismatch, match=r"shapes. Received: .* To keep those of the new model, add 'model"):
+        states.load_model(
+            {**{n: v for n, v in weights.items() if n != "0.bias"}, "head": torch.ones(1)}
+        )
+    with pytest.raises(
+        CheckpointMismatch, match=r"shapes. Received: .* To keep those of the new model, add 'model"
+    ):
         states.load_model({**weights, "0.bias": torch.ones(9)})
     states.load_model({"0.bias": torch.full((4,), 7.0)}, partial=True)
     assert states.model_state()["0.bias"].tolist() == [7.0] * 4
@@ -70,8 +74,12 @@ def test_weights_that_are_lacking_are_those_that_were_left_out() -> None:
     kept = {name: value for name, value in weights.items() if not name.startswith("0.")}
     states.load_model(kept, partial=True)
     with pytest.raises(CheckpointMismatch, match=r"missing=\['2.bias'\].*add 'model.2' to"):
-        states.load_model({name: value for name, value in kept.items() if name != "2.bias"}, partial=True)
-    known = {name: value for name, value in averages["weights"].items() if not name.startswith("0.")}
+        states.load_model(
+            {name: value for name, value in kept.items() if name != "2.bias"}, partial=True
+        )
+    known = {
+        name: value for name, value in averages["weights"].items() if not name.startswith("0.")
+    }
     states.load_ema({**averages, "weights": known}, partial=True)
     del known["2.bias"]
     with pytest.raises(CheckpointMismatch, match="2.bias"):
@@ -99,7 +107,9 @@ def test_layer_that_a_checkpoint_lacks_is_that_of_the_model(ema: bool, tmp_path:
     config = settings(tmp_path / "first", steps=2, ema={"enabled": ema})
     with Body(config) as runner:
         runner.train()
-        stored = {name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()}
+        stored = {
+            name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()
+        }
         averaged = runner.state_dict().get("ema", {"weights": stored})["weights"]
         averaged = {name: value.clone() for name, value in averaged.items()}
     source, steps = str(tmp_path / "first" / "checkpoints" / "latest.pth"), {"steps": 4}
@@ -107,10 +117,14 @@ def test_layer_that_a_checkpoint_lacks_is_that_of_the_model(ema: bool, tmp_path:
         Deeper.from_pretrained({**config, "dir": str(tmp_path / "refused")}, source)
     with pytest.raises(ValueError, match="'model.haed', which matches nothing"):
         policy = {"exclude_from_loading": ["model.haed"]}
-        Deeper.from_pretrained({**config, "dir": str(tmp_path / "slip"), "checkpoint": policy}, source)
+        Deeper.from_pretrained(
+            {**config, "dir": str(tmp_path / "slip"), "checkpoint": policy}, source
+        )
 
     def fresh() -> torch.Tensor:
-        with Deeper({**config, "dir": str(tmp_path / "fresh"), "checkpoint": {"load_only": True}}) as runner:
+        with Deeper(
+            {**config, "dir": str(tmp_path / "fresh"), "checkpoint": {"load_only": True}}
+        ) as runner:
             return runner.unwrapped_model.state_dict()["head.weight"].clone()
 
     policy = {"exclude_from_loading": ["model.head"]}
@@ -120,13 +134,19 @@ def test_layer_that_a_checkpoint_lacks_is_that_of_the_model(ema: bool, tmp_path:
         assert torch.equal(found["head.weight"], fresh())
         assert all(torch.equal(found[name], value) for name, value in averaged.items())
         runner.train()
-        trained = {name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()}
+        trained = {
+            name: value.clone() for name, value in runner.unwrapped_model.state_dict().items()
+        }
     # The entry may stay in the program: what the run has trained is loaded.
     with Deeper({**tuned, "auto_resume": True}) as runner:
         found = runner.unwrapped_model.state_dict()
         assert all(torch.equal(found[name], value) for name, value in trained.items())
-    policy = {"exclude_from_loading": ["model.head", "optimizer", *(["ema.weights.head"] if ema else [])]}
-    with Deeper({**config, **steps, "dir": str(tmp_path / "on"), "resume": source, "checkpoint": policy}) as runner:
+    policy = {
+        "exclude_from_loading": ["model.head", "optimizer", *(["ema.weights.head"] if ema else [])]
+    }
+    with Deeper(
+        {**config, **steps, "dir": str(tmp_path / "on"), "resume": source, "checkpoint": policy}
+    ) as runner:
         found = runner.unwrapped_model.state_dict()
         assert torch.equal(found["head.weight"], fresh()) and runner.train_state.global_step == 2
         assert all(torch.equal(found[name], value) for name, value in stored.items())

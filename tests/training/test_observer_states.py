@@ -47,7 +47,12 @@ class Norms(Observer):
         self.latest = np.array([len(self.seen), self.average])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": self.average, "seen": self.seen, "latest": self.latest, "norms": self.norms}
+        return {
+            "average": self.average,
+            "seen": self.seen,
+            "latest": self.latest,
+            "norms": self.norms,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded += 1
@@ -65,7 +70,14 @@ class Program(dl.Runner):
 
 
 def settings(directory: Path, steps: int, **more: Any) -> dict[str, Any]:
-    given = {"dir": str(directory), "steps": steps, "seed": 1, "stack": "ddp", "log": False, "auto_resume": True}
+    given = {
+        "dir": str(directory),
+        "steps": steps,
+        "seed": 1,
+        "stack": "ddp",
+        "log": False,
+        "auto_resume": True,
+    }
     return {**given, "optim": {"type": "sgd", "lr": 0.1}, "dataloader": {"batch_size": 8}, **more}
 
 
@@ -82,7 +94,9 @@ def norms_by_hand(steps: int) -> list[float]:
     for _ in range(steps):
         model.zero_grad()
         ((model(inputs.double()) - targets.double()) ** 2).mean().backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in model.parameters() if parameter.grad is not None
+        ]
         found.append(float(torch.cat([each.flatten() for each in gradients]).norm()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients):
@@ -109,12 +123,16 @@ def test_state_continues_after_resume(appended: str, backend: str, tmp_path: Pat
     assert observer.average == pytest.approx(average, rel=1e-5)
     assert observer.latest.dtype == np.float64 and observer.latest.tolist() == [5, observer.average]
     assert type(observer.seen) is set and observer.seen == set(range(5))
-    assert observer.norms.maxlen == 3 and [float(norm) for norm in observer.norms] == pytest.approx(norms[2:], rel=1e-5)
+    assert observer.norms.maxlen == 3 and [float(norm) for norm in observer.norms] == pytest.approx(
+        norms[2:], rel=1e-5
+    )
 
 
 def test_observers_of_one_class_need_names(tmp_path: Path) -> None:
     with Program(settings(tmp_path / "refused", 1), Norms("a"), Norms("b")) as runner:
-        with pytest.raises(ValueError, match="different names. Received: name='a' more than once. Set `name`"):
+        with pytest.raises(
+            ValueError, match="different names. Received: name='a' more than once. Set `name`"
+        ):
             runner.observers.append(Norms("a"))
         assert len(list(runner.observers.with_state)) == 2
     first, second = Norms("a"), Norms("b")
@@ -134,11 +152,16 @@ def test_observer_without_load_state_dict_is_refused(tmp_path: Path) -> None:
         def state_dict(self) -> dict[str, Any]:
             return {"count": 1}
 
-    with Program(settings(tmp_path, 1)) as runner, pytest.raises(TypeError, match="'Half' without it. Override both"):
+    with (
+        Program(settings(tmp_path, 1)) as runner,
+        pytest.raises(TypeError, match="'Half' without it. Override both"),
+    ):
         runner.observers.append(Half())
 
 
-def test_new_observer_is_named_and_begins_without_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_observer_is_named_and_begins_without_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train(tmp_path, 2, Norms())
     known, new = Norms(), Norms("new")
     with Program(settings(tmp_path, 2), known, new):
@@ -146,13 +169,17 @@ def test_new_observer_is_named_and_begins_without_state(tmp_path: Path, caplog: 
     assert caplog.text.count("has no state of the observer 'new': it begins without one") == 1
 
 
-def test_state_without_observer_is_named_when_training_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_state_without_observer_is_named_when_training_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train(tmp_path, 2, Norms())
     with Program(settings(tmp_path, 3)) as runner:
         assert "which this program does not have" not in caplog.text
         runner.train()
         assert "observers" not in runner.state_dict()
-    assert caplog.text.count("state of the observers 'Norms', which this program does not have") == 1
+    assert (
+        caplog.text.count("state of the observers 'Norms', which this program does not have") == 1
+    )
 
 
 @pytest.mark.parametrize("appended", ["in __init__", "after construction"])
@@ -190,7 +217,9 @@ def test_weights_alone_or_without_attributes_load_no_state(tmp_path: Path) -> No
         assert loaded(runner) == 0
     with Watched.from_checkpoint(latest, {"dir": str(tmp_path / "third")}) as runner:
         assert loaded(runner) == 1
-    with Watched.from_checkpoint(latest, {"dir": str(tmp_path / "fourth")}, attributes=False) as runner:
+    with Watched.from_checkpoint(
+        latest, {"dir": str(tmp_path / "fourth")}, attributes=False
+    ) as runner:
         assert loaded(runner) == 0
 
 
@@ -218,7 +247,10 @@ def test_failing_observer_is_dropped_at_a_save_and_the_save_is_complete(
     with Program(settings(tmp_path, 2), Failing(), good) as runner:
         runner.train()
         assert list(runner.observers.with_state) == ["Norms"]
-    assert caplog.text.count("The observer Failing failed and is dropped") == 1 and "no state now" in caplog.text
+    assert (
+        caplog.text.count("The observer Failing failed and is dropped") == 1
+        and "no state now" in caplog.text
+    )
     other = Norms()
     with Program(settings(tmp_path, 2), other):
         assert other.average == good.average
@@ -233,7 +265,10 @@ def test_observer_unable_to_load_refuses_the_checkpoint(tmp_path: Path) -> None:
     observer = Failing()
     observer.fails = "load"
     train(tmp_path, 1, observer)
-    with pytest.raises(CheckpointMismatch, match=r"KeyError: 'norms'.*add 'observers.Failing' to checkpoint.exclude"):
+    with pytest.raises(
+        CheckpointMismatch,
+        match=r"KeyError: 'norms'.*add 'observers.Failing' to checkpoint.exclude",
+    ):
         Program(settings(tmp_path, 2), observer)
 
 
@@ -321,7 +356,9 @@ def test_each_rank_gets_its_own_state(backend: str, tmp_path: Path) -> None:
     (first, saved), (second, _) = run_processes(train_ranks, tmp_path, 3, backend, world_size=2)
     assert first == [3, 3] and second == [6, 3]
     assert list(saved["own"]) == ["of", "ranks"] and list(saved["alike"]) == ["value"]
-    with pytest.raises(CheckpointMismatch, match="Expected 2 processes: .* of the observer 'own' .*'observers.own'"):
+    with pytest.raises(
+        CheckpointMismatch, match="Expected 2 processes: .* of the observer 'own' .*'observers.own'"
+    ):
         run_processes(train_ranks, tmp_path, 4, backend, world_size=1)
 
 
@@ -336,8 +373,13 @@ class Removed(OfRank):
         return super().state_dict()
 
 
-def train_removed(directory: Path, steps: int, backend: str, fails_on: tuple[int, ...]) -> tuple[int, str]:
-    more = {"dataloader": {"global_batch_size": SAMPLES, "drop_last": False}, "checkpoint": {"backend": backend}}
+def train_removed(
+    directory: Path, steps: int, backend: str, fails_on: tuple[int, ...]
+) -> tuple[int, str]:
+    more = {
+        "dataloader": {"global_batch_size": SAMPLES, "drop_last": False},
+        "checkpoint": {"backend": backend},
+    }
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

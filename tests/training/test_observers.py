@@ -17,7 +17,14 @@ from danling.utils.observers import Observer
 
 class Program(TorchRunner):
     def __init__(self, directory: Path, **settings: Any) -> None:
-        given = {"accum_steps": 2, "dir": directory, "log": False, "optim.type": "sgd", "seed": 1, **settings}
+        given = {
+            "accum_steps": 2,
+            "dir": directory,
+            "log": False,
+            "optim.type": "sgd",
+            "seed": 1,
+            **settings,
+        }
         super().__init__({"steps": 2, **given} if "epochs" not in settings else given)
         self.model, self.criterion = nn.Linear(2, 1), nn.MSELoss()
         self.datasets = {"train": [(torch.ones(2), torch.ones(1))] * 4}
@@ -29,7 +36,9 @@ class Recording(Observer):
 
     def gradients_ready(self, totals: object, norm: Tensor) -> None:
         grads = [p.grad for p in self.runner.unwrapped_model.parameters() if p.grad is not None]
-        assert torch.allclose(norm, torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])))
+        assert torch.allclose(
+            norm, torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]))
+        )
         self.seen.append((self.name, "gradients_ready"))
 
     def update_ended(self, outcome: Any) -> None:
@@ -45,7 +54,9 @@ def _noting(event: str) -> Any:
     return note
 
 
-for _event in [name for name in vars(Observer) if name.endswith(("_started", "_ended", "_failed", "_needed"))]:
+for _event in [
+    name for name in vars(Observer) if name.endswith(("_started", "_ended", "_failed", "_needed"))
+]:
     if _event not in vars(Recording):
         setattr(Recording, _event, _noting(_event))
 
@@ -57,7 +68,9 @@ UPDATE = [*WAIT, *WAIT, "update_started", *MICRO, *MICRO, "gradients_ready"]
 
 def test_events_come_in_the_order_of_the_list(tmp_path: Path) -> None:
     seen: list[Any] = []
-    with Program(tmp_path, epochs=1, **{"dataloader.batch_size": 1, "try_evaluation": False}) as runner:
+    with Program(
+        tmp_path, epochs=1, **{"dataloader.batch_size": 1, "try_evaluation": False}
+    ) as runner:
         runner.dataloaders["val"] = [(torch.ones(1, 2), torch.ones(1, 1))]
         runner.observers.extend([Recording("a", seen, runner), Recording("b", seen, runner)])
         runner.train()
@@ -87,7 +100,14 @@ def test_a_loop_by_hand_is_one_training(tmp_path: Path) -> None:
         runner.step()
     runner.close()
     update = ["update_started", *MICRO, "gradients_ready"]
-    assert [event for _, event in seen] == ["training_started", *update, 1, *update, 2, "training_ended"]
+    assert [event for _, event in seen] == [
+        "training_started",
+        *update,
+        1,
+        *update,
+        2,
+        "training_ended",
+    ]
 
 
 class Failing(Observer):
@@ -99,7 +119,9 @@ class Critical(Failing):
     critical = True
 
 
-def test_failing_observer_is_logged_once_and_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_observer_is_logged_once_and_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.ERROR, "danling")
     with Program(tmp_path) as runner:
         failing = Failing()
@@ -167,7 +189,9 @@ def test_observer_that_fails_is_dropped_and_not_one_that_is_equal(tmp_path: Path
 
 
 @pytest.mark.parametrize(("event", "others"), [("update_started", 0), ("update_ended", 1)])
-def test_others_hear_of_an_end_at_which_an_observer_leaves(event: str, others: int, tmp_path: Path) -> None:
+def test_others_hear_of_an_end_at_which_an_observer_leaves(
+    event: str, others: int, tmp_path: Path
+) -> None:
     heard: list[object] = []
 
     def leave(*_: object) -> None:
@@ -201,5 +225,8 @@ def test_all_that_leave_at_one_event_are_named(tmp_path: Path) -> None:
 
 
 def test_object_that_is_no_observer_is_refused(tmp_path: Path) -> None:
-    with Program(tmp_path) as runner, pytest.raises(TypeError, match="Expected an Observer. Received: <object"):
+    with (
+        Program(tmp_path) as runner,
+        pytest.raises(TypeError, match="Expected an Observer. Received: <object"),
+    ):
         runner.observers.append(object())  # type: ignore[arg-type]

@@ -31,10 +31,21 @@ class Words(dl.Runner):
 def _trained(place: str, stack: str, *stops: int) -> list[Tensor]:
     """Train to each of some updates, by another runner each, and return the weights at the end."""
     for steps in stops:
-        config = {"dir": place, "seed": 1, "log": False, "stack": stack, "steps": steps, "auto_resume": True}
-        with Words({**config, "optim": {"type": "sgd", "lr": 0.5}, "dataloader": {"batch_size": 3}}) as runner:
+        config = {
+            "dir": place,
+            "seed": 1,
+            "log": False,
+            "stack": stack,
+            "steps": steps,
+            "auto_resume": True,
+        }
+        with Words(
+            {**config, "optim": {"type": "sgd", "lr": 0.5}, "dataloader": {"batch_size": 3}}
+        ) as runner:
             runner.train()
-            weights = [parameter.detach().clone() for parameter in runner.unwrapped_model.parameters()]
+            weights = [
+                parameter.detach().clone() for parameter in runner.unwrapped_model.parameters()
+            ]
     return weights
 
 
@@ -55,7 +66,9 @@ class Watched(Words):
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, float(self.rank))
         if self.rank == 0 and self.config.hooked == "parameter":
-            self.model[1].weight.register_hook(lambda gradient: self.seen.append(float(gradient.abs().sum())))
+            self.model[1].weight.register_hook(
+                lambda gradient: self.seen.append(float(gradient.abs().sum()))
+            )
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         wrapped = super().wrap_model(model)
@@ -70,7 +83,14 @@ class Watched(Words):
 
 
 def _watched(place: str, hooked: str) -> tuple[list[float], list[float]]:
-    config = {"dir": place, "seed": 1, "log": False, "steps": 2, "hooked": hooked, "optim": {"type": "sgd", "lr": 0.5}}
+    config = {
+        "dir": place,
+        "seed": 1,
+        "log": False,
+        "steps": 2,
+        "hooked": hooked,
+        "optim": {"type": "sgd", "lr": 0.5},
+    }
     with Watched({**config, "dataloader": {"batch_size": 3}}) as runner:
         held = [
             float(parameter.grad.mean())
@@ -83,6 +103,10 @@ def _watched(place: str, hooked: str) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("hooked", ["no", "parameter", "communication"])
 def test_hooks_see_gradients_of_updates_alone(tmp_path: Path, hooked: str) -> None:
-    for rank, (held, seen) in enumerate(run_processes(_watched, str(tmp_path), hooked, world_size=3)):
+    for rank, (held, seen) in enumerate(
+        run_processes(_watched, str(tmp_path), hooked, world_size=3)
+    ):
         assert held == [float(rank)] * 5
-        assert bool(seen) == (hooked == "communication" or (hooked == "parameter" and rank == 0)) and all(seen)
+        assert bool(seen) == (
+            hooked == "communication" or (hooked == "parameter" and rank == 0)
+        ) and all(seen)

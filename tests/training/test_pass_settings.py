@@ -32,7 +32,9 @@ class Scaled(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.seen.append((self.scale, self.kind))
-        return self.scale * (inputs.tanh() if self.kind == "tanh" else inputs.sin()) + getattr(self, "shift", 0.0)
+        return self.scale * (inputs.tanh() if self.kind == "tanh" else inputs.sin()) + getattr(
+            self, "shift", 0.0
+        )
 
 
 class Scheduled(dl.Runner):
@@ -43,14 +45,20 @@ class Scheduled(dl.Runner):
         super().__init__(config)
         drawn = torch.Generator().manual_seed(0)
         inputs = torch.randn(8 * UPDATES_OF_PASS, 4, generator=drawn)
-        self.datasets = {"train": TensorDataset(inputs, torch.randint(3, (len(inputs),), generator=drawn))}
+        self.datasets = {
+            "train": TensorDataset(inputs, torch.randint(3, (len(inputs),), generator=drawn))
+        }
         self.model = nn.Sequential(nn.Linear(4, 8), Scaled(), nn.Dropout(0.1), nn.Linear(8, 3))
         self.criterion = nn.CrossEntropyLoss()
 
     def on_pass_start(self, split: str) -> None:
         epoch = self.train_state.epoch
         model: Any = self.unwrapped_model
-        model[1].scale, model[1].kind, model[1].shift = 1.0 + epoch, "sin" if epoch % 2 else "tanh", epoch / 4
+        model[1].scale, model[1].kind, model[1].shift = (
+            1.0 + epoch,
+            "sin" if epoch % 2 else "tanh",
+            epoch / 4,
+        )
         model[2].p = 0.2 * epoch
         self.criterion.label_smoothing = 0.1 * epoch
 
@@ -86,7 +94,9 @@ def test_rest_of_a_resumed_pass_has_the_settings_of_its_beginning(
         found = run_processes(train, config, stop, world_size=world_size)
         parts += found[0][1]
     expected = [
-        (1.0 + epoch, "sin" if epoch % 2 else "tanh") for epoch in range(EPOCHS) for _ in range(UPDATES_OF_PASS)
+        (1.0 + epoch, "sin" if epoch % 2 else "tanh")
+        for epoch in range(EPOCHS)
+        for _ in range(UPDATES_OF_PASS)
     ]
     assert whole[0][1] == parts == expected
     for (weights, _), (others, _) in zip(whole, found):
@@ -131,7 +141,12 @@ class Values(nn.Module):
         self.of_rank = 1.0
 
     def factor(self) -> float:
-        total = float(self.of_numpy) + 2 * self.sizes[0] + 4 * (self.kind is Kind.ADDED) + 8 * self.offset.item()
+        total = (
+            float(self.of_numpy)
+            + 2 * self.sizes[0]
+            + 4 * (self.kind is Kind.ADDED)
+            + 8 * self.offset.item()
+        )
         return total + 16 * self.factors[0] + 32 * float(self.by_name["scale"]) + 64 * self.of_rank
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -166,16 +181,24 @@ class SetsValues(Scheduled):
         return super().train_step(data)
 
 
-def train_values(config: Mapping[str, Any], stop_after: int | None = None) -> tuple[dict[str, Tensor], list[float]]:
+def train_values(
+    config: Mapping[str, Any], stop_after: int | None = None
+) -> tuple[dict[str, Tensor], list[float]]:
     with SetsValues(config) as runner:
         runner.stop_after = stop_after
         runner.train()
-        return {name: value.clone() for name, value in runner.model_state_dict().items()}, runner.factors
+        return {
+            name: value.clone() for name, value in runner.model_state_dict().items()
+        }, runner.factors
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_values_of_all_kinds_are_there_on_each_rank(world_size: int, tmp_path: Path) -> None:
-    more = {"epochs": EPOCHS, "dataloader": {"batch_size": 8 // world_size}, "optim": {"type": "sgd", "lr": 1e-4}}
+    more = {
+        "epochs": EPOCHS,
+        "dataloader": {"batch_size": 8 // world_size},
+        "optim": {"type": "sgd", "lr": 1e-4},
+    }
     whole = run_processes(train_values, settings(tmp_path / "whole", **more), world_size=world_size)
     for stop in (1, UPDATES_OF_PASS + 2, 2 * UPDATES_OF_PASS + 1, None):
         config = settings(tmp_path / "parts", auto_resume=True, **more)

@@ -80,7 +80,9 @@ def test_every_batch_is_in_one_window_and_the_last_one_is_shorter(tmp_path: Path
         assert run.begun == [0]
 
 
-def test_position_moves_with_skipped_updates_and_stays_at_the_exit_of_the_loop(tmp_path: Path) -> None:
+def test_position_moves_with_skipped_updates_and_stays_at_the_exit_of_the_loop(
+    tmp_path: Path,
+) -> None:
     with Passes(tmp_path, 6) as run:
         run.outcomes = [skipped("nonfinite")]
         updates = run.updates()
@@ -143,7 +145,11 @@ def _compared() -> list[str]:
 
 def test_ranks_with_the_same_batches_are_named_once() -> None:
     main, second = run_processes(_compared, init_process_group=True)
-    assert len(main) == 1 and "All ranks read the same data in split 'train_same'" in main[0] and second == []
+    assert (
+        len(main) == 1
+        and "All ranks read the same data in split 'train_same'" in main[0]
+        and second == []
+    )
 
 
 # Several workers
@@ -159,8 +165,12 @@ class Numbers(IterableDataset[torch.Tensor]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if self.divided and worker is not None else (0, 1)
-        return iter([torch.tensor([self.scale * number]) for number in range(first, self.samples, step)])
+        first, step = (
+            (worker.id, worker.num_workers) if self.divided and worker is not None else (0, 1)
+        )
+        return iter(
+            [torch.tensor([self.scale * number]) for number in range(first, self.samples, step)]
+        )
 
 
 class Streamed(TorchRunner):
@@ -182,14 +192,24 @@ class Streamed(TorchRunner):
     [(False, 8, 8, 1.0), (True, 8, 4, 1.0), (True, 1, 1, 1.0), (True, 8, 4, 0.0)],
 )
 def test_workers_that_read_the_same_stream_are_named_once(
-    divided: bool, samples: int, updates: int, scale: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    divided: bool,
+    samples: int,
+    updates: int,
+    scale: float,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = {"epochs": 2, "seed": 1, "dir": str(tmp_path), "log": False}
     with Streamed(
-        {**config, "dataloader": {"batch_size": 2, "num_workers": 2, "drop_last": False}}, divided, samples, scale
+        {**config, "dataloader": {"batch_size": 2, "num_workers": 2, "drop_last": False}},
+        divided,
+        samples,
+        scale,
     ) as runner:
         runner.train()
         assert runner.train_state.global_step == 2 * updates
         # Also where all batches are equal: the comparison has an end.
         assert bool(runner._parts.agreement._compared) == (samples > 1)
-    assert sum("Two workers read the same data" in line for line in caplog.messages) == (not divided)
+    assert sum("Two workers read the same data" in line for line in caplog.messages) == (
+        not divided
+    )

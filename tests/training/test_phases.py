@@ -31,7 +31,10 @@ class GAN(nn.Module):
 def made(*, norm: bool = True) -> tuple[GAN, list[tuple[Tensor, Tensor]]]:
     generator = torch.Generator().manual_seed(7)
     torch.manual_seed(5)
-    data = [(torch.randn(6, 4, generator=generator), torch.randn(6, 3, generator=generator)) for _ in range(12)]
+    data = [
+        (torch.randn(6, 4, generator=generator), torch.randn(6, 3, generator=generator))
+        for _ in range(12)
+    ]
     return GAN(norm=norm).double(), [(real.double(), noise.double()) for real, noise in data]
 
 
@@ -54,7 +57,16 @@ class Run(dl.Runner):
     norm = True
 
     def __init__(self, directory: Path, **settings: Any) -> None:
-        super().__init__({"log": False, "seed": 1, "dir": str(directory), "max_grad_norm": 0.5, "steps": 6, **settings})
+        super().__init__(
+            {
+                "log": False,
+                "seed": 1,
+                "dir": str(directory),
+                "max_grad_norm": 0.5,
+                "steps": 6,
+                **settings,
+            }
+        )
         self.model, data = made(norm=self.norm)
         self.optimizer = optimizers(self.model)
         self.scheduler = schedules(self.optimizer)
@@ -66,14 +78,19 @@ class Run(dl.Runner):
         gan = self.model
         with self.optimizing("discriminator"):
             fake = gan.generator(noise)
-            self.backward(softplus(-gan.discriminator(real)).mean() + softplus(gan.discriminator(fake.detach())).mean())
+            self.backward(
+                softplus(-gan.discriminator(real)).mean()
+                + softplus(gan.discriminator(fake.detach())).mean()
+            )
         with self.optimizing("generator", every=self.every) as due:
             if due:
                 self.backward(softplus(-gan.discriminator(fake)).mean())
         return None, None
 
 
-def by_hand(steps: int, *, accumulate: int = 1, every: int = 1, clip: float = 0.5, norm: bool = True) -> GAN:
+def by_hand(
+    steps: int, *, accumulate: int = 1, every: int = 1, clip: float = 0.5, norm: bool = True
+) -> GAN:
     """Train as people do: alternating updates, each with its norm."""
     gan, data = made(norm=norm)
     optimizer = optimizers(gan)
@@ -86,7 +103,8 @@ def by_hand(steps: int, *, accumulate: int = 1, every: int = 1, clip: float = 0.
             fake = gan.generator(noise)
             losses = {
                 "discriminator": lambda real=real, fake=fake: (
-                    softplus(-gan.discriminator(real)).mean() + softplus(gan.discriminator(fake.detach())).mean()
+                    softplus(-gan.discriminator(real)).mean()
+                    + softplus(gan.discriminator(fake.detach())).mean()
                 ),
                 "generator": lambda fake=fake: softplus(-gan.discriminator(fake)).mean(),
             }
@@ -95,7 +113,9 @@ def by_hand(steps: int, *, accumulate: int = 1, every: int = 1, clip: float = 0.
                     continue
                 mine = [p for group in optimizer[name].param_groups for p in group["params"]]
                 found = torch.autograd.grad(loss(), mine, retain_graph=name == "discriminator")
-                kept[name] = [a + b for a, b in zip(kept[name], found)] if name in kept else list(found)
+                kept[name] = (
+                    [a + b for a, b in zip(kept[name], found)] if name in kept else list(found)
+                )
                 if micro == accumulate - 1:
                     for parameter, gradient in zip(mine, kept[name]):
                         parameter.grad = gradient / accumulate
@@ -107,7 +127,10 @@ def by_hand(steps: int, *, accumulate: int = 1, every: int = 1, clip: float = 0.
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,16 +168,23 @@ class Plain(Run):
         return super().step()
 
 
-def trained(directory: str, settings: dict[str, Any], killed_at: int | None = None) -> tuple[dict[str, Tensor], Any]:
+def trained(
+    directory: str, settings: dict[str, Any], killed_at: int | None = None
+) -> tuple[dict[str, Tensor], Any]:
     """Train, and return whole weights and the state of the optimizers."""
     with Plain(Path(directory), **settings) as runner:
         runner.killed_at = killed_at
         runner.train()
         with runner.whole_weights():
-            weights = {name: value.detach().clone() for name, value in runner.unwrapped_model.state_dict().items()}
+            weights = {
+                name: value.detach().clone()
+                for name, value in runner.unwrapped_model.state_dict().items()
+            }
         state = runner.optimizer_state_dict()["state"]
         return {name: whole(value).clone() for name, value in weights.items()}, {
-            (name, key): whole(value).clone() for name, entry in state.items() for key, value in entry.items()
+            (name, key): whole(value).clone()
+            for name, entry in state.items()
+            for key, value in entry.items()
         }
 
 
@@ -163,16 +193,22 @@ FSDP = {"stack": "parallel", "parallel.axes.shard": 2}
 
 @pytest.mark.parametrize("layout", [{}, FSDP], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_ranks_make_the_updates_of_the_whole_batch(tmp_path: Path, layout: Any, accumulate: int) -> None:
+def test_ranks_make_the_updates_of_the_whole_batch(
+    tmp_path: Path, layout: Any, accumulate: int
+) -> None:
     settings = {**layout, "steps": 4, "accum_steps": accumulate}
     ranks = run_processes(trained, str(tmp_path / "run"), settings, world_size=2)
     expected = by_hand(4, accumulate=accumulate, norm=False).state_dict()
     for weights, state in ranks:
-        assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+        assert all(
+            torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected
+        )
         assert all(torch.equal(value, ranks[0][1][key]) for key, value in state.items())
 
 
-@pytest.mark.parametrize("layout", [{}, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", [{}, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["ddp", "fsdp"]
+)
 def test_killed_run_resumes_bitwise(tmp_path: Path, layout: Any) -> None:
     settings = {**layout, "checkpoint.interval": 1, "auto_resume": True}
     whole_run = run_processes(trained, str(tmp_path / "whole"), settings, world_size=2)
@@ -190,30 +226,49 @@ def test_nonfinite_phase_is_skipped_alone_and_has_its_own_scale(tmp_path: Path) 
         bad = range(0)
 
         def backward(self, loss: Tensor) -> None:
-            spoilt = self._parts.phases.current.name == "generator" and self.train_state.attempted in self.bad
+            spoilt = (
+                self._parts.phases.current.name == "generator"
+                and self.train_state.attempted in self.bad
+            )
             super().backward(loss * float("nan") if spoilt else loss)
 
     with Spoilt(tmp_path / "skipped", skip_nonfinite_grad=True, max_skipped_updates=2) as runner:
         runner.bad = range(2, 4)
         runner.train()
-        counts = [member.state[next(iter(member.state))]["step"].item() for member in runner.optimizer.optimizers]
-        assert counts == [6, 4] and runner.train_state.global_step == 6 and runner.train_state.skipped_updates == 0
-        assert runner.scheduler["generator"].last_epoch == 4 and runner.scheduler["discriminator"].last_epoch == 6
+        counts = [
+            member.state[next(iter(member.state))]["step"].item()
+            for member in runner.optimizer.optimizers
+        ]
+        assert (
+            counts == [6, 4]
+            and runner.train_state.global_step == 6
+            and runner.train_state.skipped_updates == 0
+        )
+        assert (
+            runner.scheduler["generator"].last_epoch == 4
+            and runner.scheduler["discriminator"].last_epoch == 6
+        )
         assert not any(value.isnan().any() for value in runner.model.state_dict().values())
     with (
         Spoilt(tmp_path / "too many", skip_nonfinite_grad=True, max_skipped_updates=1) as runner,
-        pytest.raises(NonFiniteError, match="Received: 2 of the optimizer 'generator' before step 4"),
+        pytest.raises(
+            NonFiniteError, match="Received: 2 of the optimizer 'generator' before step 4"
+        ),
     ):
         runner.bad = range(2, 4)
         runner.train()
     with Spoilt(tmp_path / "scaled", precision="fp16") as runner:
         runner.bad = range(1, 2)
         runner.train()
-        scalers = {name: phase["scaler"] for name, phase in runner._parts.phases.state_dict().items()}
+        scalers = {
+            name: phase["scaler"] for name, phase in runner._parts.phases.state_dict().items()
+        }
         assert scalers["generator"]["scale"] == scalers["discriminator"]["scale"] / 2
         saved = runner.state_dict()["state"]["phases"]
     with Spoilt(
-        tmp_path / "again", precision="fp16", resume=str(tmp_path / "scaled" / "checkpoints/latest.pth")
+        tmp_path / "again",
+        precision="fp16",
+        resume=str(tmp_path / "scaled" / "checkpoints/latest.pth"),
     ) as runner:
         assert runner._parts.phases.state_dict() == saved
 
@@ -247,12 +302,21 @@ def step_of(*calls: str) -> Any:
     ("calls", "message"),
     [
         (["critic"], r"one of discriminator, generator. Received: optimizing\('critic'\)"),
-        (["discriminator:empty"], r"block of optimizing\('discriminator'\) to call self.backward\(loss\)"),
-        (["discriminator:inner"], r"optimizing\('generator'\) was called inside of optimizing\('discriminator'\)"),
+        (
+            ["discriminator:empty"],
+            r"block of optimizing\('discriminator'\) to call self.backward\(loss\)",
+        ),
+        (
+            ["discriminator:inner"],
+            r"optimizing\('generator'\) was called inside of optimizing\('discriminator'\)",
+        ),
         (["discriminator", ""], r"backward\(loss\) was called outside of optimizing"),
         (["", "discriminator"], r"backward\(loss\) was called outside of optimizing"),
         (["discriminator:never"], "Expected every to be at least 1"),
-        (["discriminator:other"], r"optimizing\('discriminator'\) to depend on a parameter of that optimizer"),
+        (
+            ["discriminator:other"],
+            r"optimizing\('discriminator'\) to depend on a parameter of that optimizer",
+        ),
     ],
 )
 def test_slips_are_named(tmp_path: Path, calls: list[str], message: str) -> None:
@@ -270,7 +334,10 @@ class Single(Run):
 
 
 def test_impossible_phases_are_refused(tmp_path: Path) -> None:
-    with Single(tmp_path / "single") as runner, pytest.raises(ValueError, match="Expected optimizers by name"):
+    with (
+        Single(tmp_path / "single") as runner,
+        pytest.raises(ValueError, match="Expected optimizers by name"),
+    ):
         runner.train()
     outside = pytest.raises(ValueError, match="was called outside of train_step")
     with Run(tmp_path / "outside") as runner, outside, runner.optimizing("generator"):

@@ -78,16 +78,31 @@ def watched(root: Path, **more: Any) -> list[tuple[str, int]]:
     return reading.seen
 
 
-def test_every_state_is_written_at_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_state_is_written_at_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress_file, "SECONDS_BETWEEN_WRITES", 0.0)
     seen = watched(tmp_path, epochs=2)
     of_epoch = [("running", 1), ("running", 2), ("evaluating", 2), ("saving", 2)]
     tried = ("evaluating", 0)
-    assert seen == [("running", 0), tried, *of_epoch, *((state, step + 2) for state, step in of_epoch)]
+    assert seen == [
+        ("running", 0),
+        tried,
+        *of_epoch,
+        *((state, step + 2) for state, step in of_epoch),
+    ]
     found = read(tmp_path)
-    assert (found["state"], found["step"], found["steps"], found["epoch"], found["epochs"]) == ("done", 4, 4, 2, 2)
+    assert (found["state"], found["step"], found["steps"], found["epoch"], found["epochs"]) == (
+        "done",
+        4,
+        4,
+        2,
+        2,
+    )
     assert found["last_checkpoint"] == {"step": 4, "epoch": 2} and found["seconds_left"] == 0
-    assert (found["pid"], found["processes"]) == (os.getpid(), 1) and abs(found["time"] - time.time()) < 60
+    assert (found["pid"], found["processes"]) == (os.getpid(), 1) and abs(
+        found["time"] - time.time()
+    ) < 60
 
 
 def test_a_short_run_writes_twice(tmp_path: Path) -> None:
@@ -251,7 +266,9 @@ def test_unwritable_file_is_logged_once(
 class OnAnyStack(dl.Runner):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.datasets = {"train": TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 2)}
+        self.datasets = {
+            "train": TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 2)
+        }
         self.model, self.criterion = nn.Linear(4, 2), nn.CrossEntropyLoss()
 
 
@@ -266,14 +283,20 @@ def _train(root: str, stack: str) -> bool:
 def test_the_main_process_alone_writes_it(tmp_path: Path, stack: str) -> None:
     assert run_processes(_train, str(tmp_path), stack, world_size=2) == [True, False]
     found = read(tmp_path)
-    assert (found["state"], found["processes"], found["last_checkpoint"]) == ("done", 2, {"step": 2, "epoch": 2})
+    assert (found["state"], found["processes"], found["last_checkpoint"]) == (
+        "done",
+        2,
+        {"step": 2, "epoch": 2},
+    )
 
 
 def test_looking_run_leaves_the_file_alone(tmp_path: Path) -> None:
     with Evaluated(settings(tmp_path, epochs=1)) as runner:
         runner.train()
     before = (tmp_path / "progress.json").read_bytes()
-    with Evaluated(settings(tmp_path, epochs=2, auto_resume=True, checkpoint={"load_only": True})) as runner:
+    with Evaluated(
+        settings(tmp_path, epochs=2, auto_resume=True, checkpoint={"load_only": True})
+    ) as runner:
         runner.train()
     assert (tmp_path / "progress.json").read_bytes() == before
 
@@ -281,7 +304,10 @@ def test_looking_run_leaves_the_file_alone(tmp_path: Path) -> None:
 def test_an_object_store_has_the_end_of_the_run(tmp_path: Path) -> None:
     config = settings(tmp_path / "run", epochs=1)
     del config["dir"]
-    config |= {"workspace_root": str(tmp_path / "runs"), "checkpoint": {"remote": {"url": f"file://{tmp_path}/store"}}}
+    config |= {
+        "workspace_root": str(tmp_path / "runs"),
+        "checkpoint": {"remote": {"url": f"file://{tmp_path}/store"}},
+    }
     with Evaluated(config) as runner:
         runner.train()
     (copy,) = (tmp_path / "store").rglob("progress.json")

@@ -33,8 +33,18 @@ class Lengths(Observer):
 
 class Noisy(dl.TorchRunner):
     def __init__(self, root: Path) -> None:
-        super().__init__({"dir": str(root), "log": False, "seed": 3, "epochs": 1, "optim": {"type": "sgd", "lr": 0.1}})
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+        super().__init__(
+            {
+                "dir": str(root),
+                "log": False,
+                "seed": 3,
+                "epochs": 1,
+                "optim": {"type": "sgd", "lr": 0.1},
+            }
+        )
+        self.model = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+        )
         self.criterion = nn.CrossEntropyLoss()
         self.datasets = {"train": TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)}
         self.count, self.norms, self.largest = 0, [0.5], torch.zeros(4)
@@ -80,12 +90,19 @@ def test_repeated_micro_batches_give_the_same(tmp_path: Path) -> None:
             found.append((gradients(runner), whole_state(runner), runner.window.loss))
             assert len(lengths.norms) == len(heard) + 3
             take_back()
-            assert differences(whole_state(runner), before) == [] and torch.equal(runner.carry, carried)
+            assert differences(whole_state(runner), before) == [] and torch.equal(
+                runner.carry, carried
+            )
             assert (runner.count, len(runner.norms)) == (1, 2) and list(runner.names) == ["first"]
-            assert all(a is b for a, b in zip(held, (runner.norms, runner.names, runner.largest, runner.teacher)))
+            assert all(
+                a is b
+                for a, b in zip(held, (runner.norms, runner.names, runner.largest, runner.teacher))
+            )
             assert runner.names["first"] is runner.norms
             assert lengths.norms == heard
-            assert runner.window.count == 0 and all(p.grad is None for p in runner.model.parameters())
+            assert runner.window.count == 0 and all(
+                p.grad is None for p in runner.model.parameters()
+            )
         assert differences(*(list(each) for each in found)) == []
         assert differences(found[0][1], before) != []
 
@@ -99,7 +116,10 @@ def test_batch_changed_by_a_step_is_refused_at_its_repetition(tmp_path: Path) ->
             recompute.check(batch)
         first["input"][0].add_(1)  # type: ignore[index]
         recompute.check(second)
-        with pytest.raises(ValueError, match=r"one of shape \(2, 3\) that was changed in place\. Change a clone of it"):
+        with pytest.raises(
+            ValueError,
+            match=r"one of shape \(2, 3\) that was changed in place\. Change a clone of it",
+        ):
             recompute.check(first)
         # Before another update it is what the loader gave.
         recompute.remember()
@@ -175,7 +195,9 @@ def test_observer_that_cannot_be_put_back_is_dropped(
         assert failing not in runner.observers and other.norms == []
 
 
-def test_large_attribute_that_was_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_attribute_that_was_replaced_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class WithBank(Noisy):
         bank: ClassVar = {"rows": torch.zeros(2**10)}
 

@@ -25,7 +25,9 @@ def batch(rank: int = 0, samples: int = 5) -> Tensor:
     return torch.randn(samples, 4, generator=torch.Generator().manual_seed(10 + rank))
 
 
-def reduction_of(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None) -> GradientReduction:
+def reduction_of(
+    net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None
+) -> GradientReduction:
     runner: Any = SimpleNamespace(optimizer=optimizer, precision=SimpleNamespace(scaler=scaler))
     runner.named_parameters = net.named_parameters
     return GradientReduction(runner)
@@ -65,7 +67,10 @@ def test_added_group_is_updated_and_unused_gradients_do_not_accumulate() -> None
     assert all(parameter.grad is None for parameter in net.parameters())
     reduction.optimizer.add_param_group({"params": [late]})
     late.grad = torch.ones(2)
-    assert reduction.parameters[-1] is late and reduction.norm(reduction.unscale(1.0, 1.0)) == torch.tensor(2.0).sqrt()
+    assert (
+        reduction.parameters[-1] is late
+        and reduction.norm(reduction.unscale(1.0, 1.0)) == torch.tensor(2.0).sqrt()
+    )
 
 
 def test_an_optimizer_of_the_users_own_zeroes_as_it_does() -> None:
@@ -130,7 +135,9 @@ KINDS = {
 
 def parameters(kinds: tuple[torch.dtype, ...]) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(7)
-    made = [nn.Parameter(torch.zeros(5 * place + 1, 3, dtype=kind)) for place, kind in enumerate(kinds)]
+    made = [
+        nn.Parameter(torch.zeros(5 * place + 1, 3, dtype=kind)) for place, kind in enumerate(kinds)
+    ]
     for parameter in made:
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     return [*made, nn.Parameter(torch.zeros(2))]  # the last one has no gradient
@@ -145,13 +152,19 @@ def test_clipped_as_torch_clips(kinds: tuple[torch.dtype, ...], share: float) ->
         other.grad = None if mine.grad is None else mine.grad.clone()
     reduction = reduction_of(nn.Module(), torch.optim.SGD(own))
     norm = reduction.norm(reduction.held())
-    assert torch.equal(norm, nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None]))
+    assert torch.equal(
+        norm, nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None])
+    )
     max_norm = share * norm.item()
     reduction.clip(norm, max_norm, None)
     nn.utils.clip_grad_norm_(theirs, max_norm)
     for mine, other in zip(reduction.held(), (p.grad for p in theirs if p.grad is not None)):
         # To a gradient of lower precision torch rounds the factor first.
-        assert torch.equal(mine, other) if len(set(kinds)) == 1 else torch.allclose(mine, other, rtol=1e-2)
+        assert (
+            torch.equal(mine, other)
+            if len(set(kinds)) == 1
+            else torch.allclose(mine, other, rtol=1e-2)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -159,18 +172,34 @@ def test_coefficient_equals_tensor_operations_bitwise(dtype: torch.dtype) -> Non
     numbers = random.Random(3)
     for _ in range(5000):
         value = numbers.choice(
-            [numbers.uniform(0, 3), numbers.uniform(0.99, 1.01), 10 ** numbers.uniform(-40, 38), 0.0]
+            [
+                numbers.uniform(0, 3),
+                numbers.uniform(0.99, 1.01),
+                10 ** numbers.uniform(-40, 38),
+                0.0,
+            ]
         )
-        max_norm = numbers.choice([1, 1.0, numbers.uniform(0, 5), 10 ** numbers.uniform(-12, 38), 1e40])
+        max_norm = numbers.choice(
+            [1, 1.0, numbers.uniform(0, 5), 10 ** numbers.uniform(-12, 38), 1e40]
+        )
         norm = torch.tensor(value, dtype=dtype)
-        coefficient, plain = clip_coefficient(max_norm, norm), torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        assert coefficient.dtype == plain.dtype and torch.equal(coefficient, plain), (value, max_norm)
+        coefficient, plain = (
+            clip_coefficient(max_norm, norm),
+            torch.clamp(max_norm / (norm + 1e-6), max=1.0),
+        )
+        assert coefficient.dtype == plain.dtype and torch.equal(coefficient, plain), (
+            value,
+            max_norm,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_norm_in_one_order_equals_torch_and_leaves_gradients_unchanged(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
-    gradients = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((7, 5), (3,))]
+    gradients = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in ((7, 5), (3,))
+    ]
     before = [gradient.clone() for gradient in gradients]
     norm = order_free_norm(gradients, [35, 3])
     assert torch.allclose(norm, torch.cat([g.double().flatten() for g in before]).norm(), rtol=1e-6)

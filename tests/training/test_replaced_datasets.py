@@ -119,7 +119,9 @@ class ReplacedLoaderAlike(ReplacedLoader):
     """Its loaders have as many numbers in each epoch."""
 
     def loader(self, epoch: int) -> DataLoader[Tensor]:
-        return DataLoader(Numbers([100 * epoch + place for place in range(12)]), batch_size=BATCH, shuffle=True)
+        return DataLoader(
+            Numbers([100 * epoch + place for place in range(12)]), batch_size=BATCH, shuffle=True
+        )
 
 
 class Told(Epochs):
@@ -139,7 +141,11 @@ class Shared(Told):
 
 
 def train(
-    kind: Callable[..., Epochs], root: Path, stop_at: int | None = None, workers: int = 0, **changes: Any
+    kind: Callable[..., Epochs],
+    root: Path,
+    stop_at: int | None = None,
+    workers: int = 0,
+    **changes: Any,
 ) -> tuple[list[tuple[int, int]], list[float]]:
     data = {"batch_size": BATCH, "num_workers": workers}
     config = {
@@ -164,7 +170,11 @@ LOADERS = [ReplacedLoader, ReplacedLoaderAlike]
 @pytest.mark.parametrize("kind", [*KINDS, *LOADERS, ReplacedAtStart])
 def test_each_pass_reads_the_dataset_of_its_epoch(tmp_path: Path, kind: Any) -> None:
     seen, _ = train(kind, tmp_path)
-    numbers = (lambda epoch: [100 * epoch + place for place in range(12)]) if "Alike" in kind.__name__ else of_epoch
+    numbers = (
+        (lambda epoch: [100 * epoch + place for place in range(12)])
+        if "Alike" in kind.__name__
+        else of_epoch
+    )
     for epoch in range(3):
         assert sorted(number for when, number in seen if when == epoch) == numbers(epoch)
 
@@ -177,7 +187,9 @@ def test_each_pass_reads_the_dataset_of_its_epoch(tmp_path: Path, kind: Any) -> 
         *(pytest.param(2, 1, kind, marks=pytest.mark.slow) for kind in KINDS[1:]),
     ],
 )
-def test_run_stopped_within_a_replaced_pass_continues(tmp_path: Path, kind: Any, world_size: int, workers: int) -> None:
+def test_run_stopped_within_a_replaced_pass_continues(
+    tmp_path: Path, kind: Any, world_size: int, workers: int
+) -> None:
     options = {"world_size": world_size, "workers": workers}
     whole = run_processes(train, kind, tmp_path / "whole", **options)
     stop = len(whole[0][0]) // BATCH // 2 + 1  # within the second pass
@@ -198,7 +210,8 @@ def test_loader_that_is_not_replaced_again_is_refused_before_an_update(tmp_path:
 
     train(ReplacedUntilStopped, tmp_path, 7)
     with pytest.raises(
-        ValueError, match="to have the length 6, as when its position was saved. Received: .* of length 4"
+        ValueError,
+        match="to have the length 6, as when its position was saved. Received: .* of length 4",
     ):
         train(ReplacedUntilStopped, tmp_path)
 
@@ -233,7 +246,9 @@ def test_dataset_without_its_replacement_is_refused_before_an_update(tmp_path: P
     run_processes(train, ReplacedOnce, tmp_path, 4, world_size=2)
     for outcome in run_outcomes(train, ReplacedOnce, tmp_path, world_size=2):
         assert isinstance(outcome.error, ValueError)
-        assert "to have 12 samples, as when its position was saved. Received: 8 samples" in str(outcome.error)
+        assert "to have 12 samples, as when its position was saved. Received: 8 samples" in str(
+            outcome.error
+        )
 
 
 def test_dataset_replaced_within_a_pass_is_still_refused(tmp_path: Path) -> None:
@@ -246,7 +261,9 @@ def test_dataset_replaced_within_a_pass_is_still_refused(tmp_path: Path) -> None
         train(Late, tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "is_named"), [(ReplacedAtStart, True), (Replaced, False), (Told, False)])
+@pytest.mark.parametrize(
+    ("kind", "is_named"), [(ReplacedAtStart, True), (Replaced, False), (Told, False)]
+)
 def test_dataset_that_the_hook_of_a_pass_replaces_is_named_at_a_save_within(
     tmp_path: Path, kind: Any, is_named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

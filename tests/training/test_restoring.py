@@ -34,7 +34,9 @@ class Begun:
             skip=lambda source, error: self.latest.remove(source),
         )
         self.checkpoint_manager = SimpleNamespace(
-            checkpoints=checkpoints, on_main=lambda action: action(), find_latest=lambda: next(iter(self.latest), None)
+            checkpoints=checkpoints,
+            on_main=lambda action: action(),
+            find_latest=lambda: next(iter(self.latest), None),
         )
         self.workspace = SimpleNamespace(checkpoints=Path("here"))
         self.best_index: int | None = None
@@ -75,7 +77,10 @@ def test_named_checkpoint_precedes_the_own_one_and_the_own_one_precedes_weights(
 def test_checkpoint_replaced_by_another_group_is_looked_for_again() -> None:
     groups = {"ft": {"enabled": True, "group_size": 2}, "auto_resume": True}
     begun = Begun(latest="latest", failing=2, error=CheckpointNotFound, **groups)
-    assert begun.restore() == ["check", *["load latest"] * 3]  # nothing is tidied: another one may be writing
+    assert begun.restore() == [
+        "check",
+        *["load latest"] * 3,
+    ]  # nothing is tidied: another one may be writing
     with pytest.raises(CheckpointNotFound):
         Begun(latest="latest", failing=3, error=CheckpointNotFound, **groups).restore()
     with pytest.raises(CheckpointNotFound):
@@ -86,12 +91,18 @@ def test_checkpoint_replaced_by_another_group_is_looked_for_again() -> None:
 def test_unreadable_verified_checkpoint_is_skipped_for_an_older_one(error: type[Exception]) -> None:
     begun = Begun(latest="c b a", failing=2, error=error, auto_resume=True)
     assert begun.restore()[-3:] == ["load c", "load b", "load a"]
-    assert Begun(latest="b a", failing=2, error=error, auto_resume=True).restore()[-1] == "refuse lost"
+    assert (
+        Begun(latest="b a", failing=2, error=error, auto_resume=True).restore()[-1] == "refuse lost"
+    )
     with pytest.raises(error):
-        Begun(failing=1, error=error, resume="a").restore()  # one that was named is loaded or refused
+        Begun(
+            failing=1, error=error, resume="a"
+        ).restore()  # one that was named is loaded or refused
 
 
-def test_best_in_another_directory_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_best_in_another_directory_is_remembered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     begun = Begun()
     begun.workspace.checkpoints = tmp_path
 

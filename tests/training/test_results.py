@@ -16,7 +16,9 @@ from danling import TorchRunner
 class Scored(TorchRunner):
     def __init__(self, directory: Path, losses: list[float], **settings: Any) -> None:
         self_settings = {"try_evaluation": False, "checkpoint.interval": 100, **settings}
-        super().__init__({"dir": directory, "epochs": len(losses), "log": False, "seed": 1, **self_settings})
+        super().__init__(
+            {"dir": directory, "epochs": len(losses), "log": False, "seed": 1, **self_settings}
+        )
         self.model, self.criterion = nn.Linear(1, 1), nn.L1Loss()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         batch = torch.ones(1, 1), torch.ones(1, 1)
@@ -31,7 +33,9 @@ class Scored(TorchRunner):
         return super().train_epoch(split)
 
 
-def test_patience_ends_the_run_and_says_how_long_it_waited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_patience_ends_the_run_and_says_how_long_it_waited(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "danling")
     with Scored(tmp_path, [0.5, 0.4, 0.6, 0.45, 0.1], patience=2) as run:
         run.train()
@@ -42,16 +46,22 @@ def test_patience_ends_the_run_and_says_how_long_it_waited(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("patience, epochs", [(0, 2), (float("inf"), 3)])
-def test_without_patience_the_first_worse_score_ends_the_run(patience: float, epochs: int, tmp_path: Path) -> None:
+def test_without_patience_the_first_worse_score_ends_the_run(
+    patience: float, epochs: int, tmp_path: Path
+) -> None:
     with Scored(tmp_path, [0.5, 0.6, 0.7], patience=patience) as run:
         run.train()
         assert run.state.train.epoch == epochs
 
 
-def test_nonfinite_score_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nonfinite_score_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Scored(tmp_path, [float("nan"), float("inf"), 0.5]) as run:
         run.train()
-    (warned,) = (record.getMessage() for record in caplog.records if "to be finite" in record.getMessage())
+    (warned,) = (
+        record.getMessage() for record in caplog.records if "to be finite" in record.getMessage()
+    )
     assert "val.loss to be finite. Received: nan at 1. NaN is never the best" in warned
 
 
@@ -78,7 +88,9 @@ def test_schedule_follows_the_score_a_named_metric_or_epochs(
 
 def test_metric_missing_in_evaluations_is_refused_before_any_count(tmp_path: Path) -> None:
     with Scored(tmp_path, [0.5], scheduler={**PLATEAU, "monitor": "val.other"}) as run:
-        with pytest.raises(ValueError, match=r"scheduler.monitor to name one of \['train.loss', 'val.loss'\]"):
+        with pytest.raises(
+            ValueError, match=r"scheduler.monitor to name one of \['train.loss', 'val.loss'\]"
+        ):
             run.train()
         assert not run.results
 
@@ -102,7 +114,9 @@ def test_metric_schedule_watches_overridden_scores(tmp_path: Path) -> None:
 
 class TriedScore(TorchRunner):
     def __init__(self, directory: Path, name: str) -> None:
-        super().__init__({"dir": directory, "epochs": 1, "log": False, "optim.type": "sgd", "score_name": name})
+        super().__init__(
+            {"dir": directory, "epochs": 1, "log": False, "optim.type": "sgd", "score_name": name}
+        )
         self.model, self.criterion = nn.Linear(1, 1), nn.L1Loss()
         batch = torch.ones(1, 1), torch.ones(1, 1)
         self.dataloaders = {"train": [batch], "val": [batch]}

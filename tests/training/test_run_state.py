@@ -42,11 +42,17 @@ class Run:
         self.train_splits = ["train"]
         self.differences: list[str] = []
         self.added: dict[str, Any] = {}
-        self.component_parts = lambda: [self.part(name) for name in components if name in self.values]
+        self.component_parts = lambda: [
+            self.part(name) for name in components if name in self.values
+        ]
         self.progress_parts = lambda: [self.part(name) for name in progress]
-        self.state = SimpleNamespace(state_dict=lambda: dict(self.added), load_state_dict=self.added.update)
+        self.state = SimpleNamespace(
+            state_dict=lambda: dict(self.added), load_state_dict=self.added.update
+        )
         self.run_state = RunState(self)  # type: ignore[arg-type]
-        self.data = SimpleNamespace(restore=lambda split, state: self.source(split).load_state_dict(state))
+        self.data = SimpleNamespace(
+            restore=lambda split, state: self.source(split).load_state_dict(state)
+        )
 
     def part(self, name: str) -> StatePart:
         def restore(value: Any, excluded: Collection[str]) -> None:
@@ -84,7 +90,10 @@ def test_later_part_replaces_an_earlier_one_and_missing_parts_have_a_default() -
     state.load_progress(saved)
     assert run.restored == [("optimizer", 2, set())] and meters.state_dict() == saved["meters"]
     components = run.component_parts
-    run.component_parts = lambda: [*components(), StatePart("model", lambda: 8, lambda *_: None, default=dict)]
+    run.component_parts = lambda: [
+        *components(),
+        StatePart("model", lambda: 8, lambda *_: None, default=dict),
+    ]
     run.restored.clear()
     assert (state.components(), state.names()) == ({"model": 8, "optimizer": 2}, ["optimizer"])
     state.load_components({"model": 9}, set())
@@ -154,7 +163,9 @@ class Numbers(IterableDataset[int]):
 
 
 def test_states_of_each_replica_are_handed_back_to_it(caplog: pytest.LogCaptureFixture) -> None:
-    source = open_source(TorchDataLoader(Numbers(), batch_size=2), split="train", rank=0, world_size=2, seed=1)
+    source = open_source(
+        TorchDataLoader(Numbers(), batch_size=2), split="train", rank=0, world_size=2, seed=1
+    )
     run: Any = Run()
     # Ranks 0 and 1 read the same data.
     others: list[Any] = [(0, {"train": {"other": 1}}, []), (1, {"train": {"second": 2}}, [])]
@@ -197,11 +208,22 @@ def test_paths_excluded_from_a_load_have_one_reader() -> None:
         "dataloaders": {"train": {}, "val": {}},
     }
     kept, left_out = excluded.apply(payload)
-    assert kept == {"model": {"1.weight": 2}, "optimizer": {"param_groups": []}, "dataloaders": {"val": {}}}
+    assert kept == {
+        "model": {"1.weight": 2},
+        "optimizer": {"param_groups": []},
+        "dataloaders": {"val": {}},
+    }
     assert left_out == {"model.0", "optimizer.state", "scheduler", "dataloaders.train"}
-    assert excluded.apply({"model": {"0.weight": 1}}, section="model") == ({"model": {}}, {"model.0"})
+    assert excluded.apply({"model": {"0.weight": 1}}, section="model") == (
+        {"model": {}},
+        {"model.0"},
+    )
     assert excluded.parts_of("model") == ["model.0"] and excluded.parts_of("scheduler") == []
-    assert excluded.mentions("optimizer") and excluded.mentions("scheduler") and not excluded.mentions("ema")
+    assert (
+        excluded.mentions("optimizer")
+        and excluded.mentions("scheduler")
+        and not excluded.mentions("ema")
+    )
     assert excluded.leaves_out("dataloaders.train") and not excluded.leaves_out("dataloaders.val")
     assert excluded.allows_setting("optim.lr") and not excluded.allows_setting("optim.weight_decay")
     assert not excluded.allows_setting("accum_steps")

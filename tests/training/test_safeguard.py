@@ -16,7 +16,9 @@ from danling.training.saving import RunSaver
 class Kept:
     """A saver over a manager that writes a gathered state on rank 0 alone, or before the evaluation, or can do neither."""
 
-    def __init__(self, ability: str = "", *, several: bool = True, before: bool = True, writes: bool = True) -> None:
+    def __init__(
+        self, ability: str = "", *, several: bool = True, before: bool = True, writes: bool = True
+    ) -> None:
         self.calls: list[Any] = []
         self.position = SimpleNamespace(global_step=3, epoch=1, attempted=3)
         manager = SimpleNamespace(wait=lambda: self.calls.append("wait"))
@@ -26,7 +28,9 @@ class Kept:
         runner: Any = SimpleNamespace(
             checkpoint_manager=manager,
             state=SimpleNamespace(train=self.position),
-            config=SimpleNamespace(checkpoint=SimpleNamespace(load_only=not writes, before_evaluation=before)),
+            config=SimpleNamespace(
+                checkpoint=SimpleNamespace(load_only=not writes, before_evaluation=before)
+            ),
             world_size=2 if several else 1,
             fault_tolerance=None,
             checkpoint_state=lambda: {"step": self.position.global_step},

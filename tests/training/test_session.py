@@ -44,7 +44,9 @@ def _waits_in_two_trainings() -> list[str]:
         if asked and world.rank == 1:
             session.request("stop")
         try:
-            for _ in range(60_000 if asked else 3):  # a minute at least, since the other rank may be slow
+            for _ in range(
+                60_000 if asked else 3
+            ):  # a minute at least, since the other rank may be slow
                 waits.leave_if_asked(4)
                 time.sleep(0.001)
             ends.append("waits")
@@ -55,7 +57,10 @@ def _waits_in_two_trainings() -> list[str]:
 
 
 def test_request_of_an_earlier_training_does_not_end_a_wait() -> None:
-    assert run_processes(_waits_in_two_trainings, init_process_group=True) == [["left: stop", "waits"]] * 2
+    assert (
+        run_processes(_waits_in_two_trainings, init_process_group=True)
+        == [["left: stop", "waits"]] * 2
+    )
 
 
 # Between the batches of an evaluation
@@ -73,7 +78,9 @@ def test_batches_pass_while_nobody_asks_and_a_stop_leaves_the_evaluation() -> No
     def evaluate(pending: frozenset[str] = frozenset(), stop_after: int = 9) -> Iterator[int]:
         sync: Any = SimpleNamespace(take_pending_requests=lambda: pending)
         session.running = True
-        for batch in session.between_batches("val", iter([5, 6, 7]), sync=sync, domain=LocalDomain()):
+        for batch in session.between_batches(
+            "val", iter([5, 6, 7]), sync=sync, domain=LocalDomain()
+        ):
             yield batch
             if batch == stop_after:
                 session.request("stop")
@@ -94,7 +101,10 @@ def test_batches_pass_while_nobody_asks_and_a_stop_leaves_the_evaluation() -> No
 
 
 def test_a_signal_ends_the_process_with_its_code_and_one_in_the_last_save_too() -> None:
-    for number, code, said in ((signal.SIGTERM, 143, "Stopped by SIGTERM"), (signal.SIGINT, 130, "Stopped by SIGINT")):
+    for number, code, said in (
+        (signal.SIGTERM, 143, "Stopped by SIGTERM"),
+        (signal.SIGINT, 130, "Stopped by SIGINT"),
+    ):
         session = TrainingSession()
         with SignalWatcher() as session.signals:
             assert session.apply_late_signals(LocalDomain()) == "Finished"

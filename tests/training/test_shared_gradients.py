@@ -27,7 +27,9 @@ class Points(dl.Runner):
 
     def train_step(self, data: Any) -> tuple[Any, Tensor]:
         inputs, target = data
-        if not self.around or self.state.train.global_step + 1 < int(self.config.get("from_step", 1)):
+        if not self.around or self.state.train.global_step + 1 < int(
+            self.config.get("from_step", 1)
+        ):
             return super().train_step(data)
         model: Any = self.unwrapped_model if self.around == "unwrapped" else self.model.module
         pred = model(inputs)
@@ -45,7 +47,9 @@ def train(config: dict[str, Any], around: str = "") -> tuple[Tensor, int]:
     """Return the weights, and how many updates were made."""
     with Points(config, around) as runner:
         runner.train()
-        return torch.cat([p.detach().flatten() for p in runner.model.parameters()]), runner.state.train.global_step
+        return torch.cat(
+            [p.detach().flatten() for p in runner.model.parameters()]
+        ), runner.state.train.global_step
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,9 @@ def test_a_forward_around_the_wrapper_ends_all_ranks(
     for outcome in run_outcomes(train, settings(tmp_path, **changes), around, world_size=2):
         assert isinstance(outcome.error, ReplicaDriftError), outcome.traceback
         text = str(outcome.error)
-        assert f"in update {update}: gradients of norm " in text and "self.unwrapped_model(x)" in text
+        assert (
+            f"in update {update}: gradients of norm " in text and "self.unwrapped_model(x)" in text
+        )
         assert " on rank 0, " in text and " on rank 1. " in text
     assert not list((tmp_path / "checkpoints").glob("ckpt-*0006*"))
 
@@ -91,7 +97,9 @@ def test_nothing_is_saved_of_diverged_ranks(tmp_path: Path) -> None:
     ids=["plain", "bf16", "fp16", "digests", "replicate"],
 )
 def test_ranks_with_shared_gradients_pass(changes: dict[str, Any], tmp_path: Path) -> None:
-    assert [steps for _, steps in run_processes(train, settings(tmp_path, **changes), world_size=2)] == [6, 6]
+    assert [
+        steps for _, steps in run_processes(train, settings(tmp_path, **changes), world_size=2)
+    ] == [6, 6]
 
 
 def test_intended_differences_of_ranks_are_allowed(tmp_path: Path) -> None:
@@ -140,8 +148,13 @@ def passes(config: dict[str, Any]) -> tuple[float, int, Tensor]:
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 16), (2, 8), (1, 10)])
-def test_pass_ending_at_the_budget_is_counted(world_size: int, batch_size: int, tmp_path: Path) -> None:
-    config = settings(tmp_path, **{"steps": 4, "dataloader.batch_size": batch_size, "scheduler": {"interval": "epoch"}})
+def test_pass_ending_at_the_budget_is_counted(
+    world_size: int, batch_size: int, tmp_path: Path
+) -> None:
+    config = settings(
+        tmp_path,
+        **{"steps": 4, "dataloader.batch_size": batch_size, "scheduler": {"interval": "epoch"}},
+    )
     rounds = 4 // (32 // (batch_size * world_size))  # the last, smaller batch is dropped
     for rate, epoch, _ in run_processes(passes, config, world_size=world_size):
         assert (rate, epoch) == (0.5**rounds, rounds)

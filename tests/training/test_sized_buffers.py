@@ -53,7 +53,11 @@ class Observed(dl.Runner):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         data = TensorDataset(INPUTS, TARGETS)
-        self.model, self.criterion, self.datasets = make(), nn.MSELoss(), {"train": data, "val": data}
+        self.model, self.criterion, self.datasets = (
+            make(),
+            nn.MSELoss(),
+            {"train": data, "val": data},
+        )
 
 
 def train(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,8 +82,12 @@ def by_hand(decay: float | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return model.state_dict(), averages | dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("more", [{}, {"ema": {"enabled": True, "decay": 0.8}}, {"skip_nonfinite_grad": True}])
-def test_a_run_with_sized_buffers_is_that_by_hand_also_resumed(more: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"ema": {"enabled": True, "decay": 0.8}}, {"skip_nonfinite_grad": True}]
+)
+def test_a_run_with_sized_buffers_is_that_by_hand_also_resumed(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
     loader = {"batch_size": 8, "shuffle": False}
     expected = by_hand(more.get("ema", {}).get("decay"))
     common = {"dataloader": loader, "evaluate_interval": 2, **more}

@@ -40,7 +40,9 @@ class Tracking(nn.CrossEntropyLoss):
 
 def build(dtype: torch.dtype) -> tuple[nn.Module, Tracking]:
     torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).to(dtype), Tracking().to(dtype)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).to(
+        dtype
+    ), Tracking().to(dtype)
 
 
 def data_of(world_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -58,13 +60,18 @@ class Counting(dl.Runner):
 
     not_saved = ("read",)
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, stop_at: int | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any], dtype: torch.dtype, stop_at: int | None = None
+    ) -> None:
         super().__init__(config)
         self.stop_at = stop_at
         self.model, self.criterion = build(dtype)
         inputs, targets = data_of(self.world_size, dtype)
         self.datasets = {
-            "train": [{"input": x, "target": y, "index": n} for n, (x, y) in enumerate(zip(inputs, targets))]
+            "train": [
+                {"input": x, "target": y, "index": n}
+                for n, (x, y) in enumerate(zip(inputs, targets))
+            ]
         }
         self.metrics = {"acc": dl.metrics.accuracy, "auroc": MulticlassAUROC(3)}
         self.count, self.history, self.peak = 0, [0.0], torch.zeros(4, dtype=dtype)
@@ -97,9 +104,15 @@ class Counting(dl.Runner):
 def train(config: dict[str, Any], dtype: torch.dtype, stop_at: int | None = None) -> dict[str, Any]:
     with Counting(config, dtype, stop_at) as runner:
         runner.train()
-        assert (runner.skips, runner.norms) == (runner.train_state.skipped_updates, runner.train_state.attempted)
+        assert (runner.skips, runner.norms) == (
+            runner.train_state.skipped_updates,
+            runner.train_state.attempted,
+        )
         with runner.whole_weights():
-            weights = {name: value.detach().clone() for name, value in runner.unwrapped_model.state_dict().items()}
+            weights = {
+                name: value.detach().clone()
+                for name, value in runner.unwrapped_model.state_dict().items()
+            }
         return {
             "model": weights,
             "criterion": runner.criterion.mean.clone(),
@@ -107,7 +120,9 @@ def train(config: dict[str, Any], dtype: torch.dtype, stop_at: int | None = None
             "results": copy.deepcopy(runner.results.get(1)),
             "skipped": runner.train_state.skipped_updates,
             "read": runner.read,
-            "state": tree_map_only(Tensor, lambda tensor: whole(tensor).clone(), whole_state(runner)),
+            "state": tree_map_only(
+                Tensor, lambda tensor: whole(tensor).clone(), whole_state(runner)
+            ),
         }
 
 
@@ -116,7 +131,9 @@ def by_hand(read: list[list[list[int]]], dtype: torch.dtype) -> dict[str, Any]:
     inputs, targets = data_of(len(read), dtype)
     (model, criterion), ranks, seen = build(dtype), range(len(read)), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    own: list[Any] = [[0, [0.0], torch.zeros(4, dtype=dtype), torch.zeros((), dtype=dtype)] for _ in ranks]
+    own: list[Any] = [
+        [0, [0.0], torch.zeros(4, dtype=dtype), torch.zeros((), dtype=dtype)] for _ in ranks
+    ]
     for update in range(UPDATES):
         windows = [of_rank[update * ACCUM : (update + 1) * ACCUM] for of_rank in read]
         if any(inputs[ids].isnan().any() for window in windows for ids in window):
@@ -133,7 +150,14 @@ def by_hand(read: list[list[list[int]]], dtype: torch.dtype) -> dict[str, Any]:
                 kept[1].append(float(loss.detach()))
                 kept[2] = torch.maximum(kept[2], inputs[ids].abs().amax(0))
                 kept[3] = kept[3] + inputs[ids].sum()
-                seen.append((pred.detach(), targets[ids], float(loss.detach()), inputs[ids].abs().max().item()))
+                seen.append(
+                    (
+                        pred.detach(),
+                        targets[ids],
+                        float(loss.detach()),
+                        inputs[ids].abs().max().item(),
+                    )
+                )
             if rank:
                 for buffer, before in zip([*model.buffers(), *criterion.buffers()], buffers):
                     buffer.copy_(before)
@@ -147,7 +171,12 @@ def by_hand(read: list[list[list[int]]], dtype: torch.dtype) -> dict[str, Any]:
         "auroc": auroc.compute().item(),
         "largest": sum(each[3] for each in seen) / len(seen),
     }
-    return {"model": model.state_dict(), "criterion": criterion.mean, "own": own, "results": results}
+    return {
+        "model": model.state_dict(),
+        "criterion": criterion.mean,
+        "own": own,
+        "results": results,
+    }
 
 
 STACKS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -163,27 +192,48 @@ QUICK = ("ddp", "ddp, 2 ranks", "fsdp, 2 ranks", "deepspeed")
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "stack", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STACKS]
+    "stack",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STACKS],
 )
-def test_a_skipped_update_changes_nothing_also_with_a_stop_behind_it(tmp_path: Path, stack: str) -> None:
+def test_a_skipped_update_changes_nothing_also_with_a_stop_behind_it(
+    tmp_path: Path, stack: str
+) -> None:
     if stack == "deepspeed":
         pytest.importorskip("deepspeed")
     world_size, more = STACKS[stack]
     dtype, tolerance = (torch.float32, 1e-5) if stack == "deepspeed" else (torch.float64, 1e-12)
-    config: dict[str, Any] = {"seed": 1, "log": False, "epochs": 1, "accum_steps": ACCUM, "skip_nonfinite_grad": True}
-    config |= {"dataloader": {"batch_size": BATCH, "shuffle": False}, "train_metrics": True, "auto_resume": True}
+    config: dict[str, Any] = {
+        "seed": 1,
+        "log": False,
+        "epochs": 1,
+        "accum_steps": ACCUM,
+        "skip_nonfinite_grad": True,
+    }
+    config |= {
+        "dataloader": {"batch_size": BATCH, "shuffle": False},
+        "train_metrics": True,
+        "auto_resume": True,
+    }
     config |= {"optim": {"type": "sgd", "lr": 0.1}, **more}
-    undisturbed = run_processes(train, {**config, "dir": str(tmp_path / "whole")}, dtype, world_size=world_size)
+    undisturbed = run_processes(
+        train, {**config, "dir": str(tmp_path / "whole")}, dtype, world_size=world_size
+    )
     expected = by_hand([rank["read"] for rank in undisturbed], dtype)
     for rank, found in enumerate(undisturbed):
         assert found["skipped"] == len(SPOILT)
         buffers = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
         names = [name for name in expected["model"] if rank == 0 or name not in buffers]
         for name in names:
-            torch.testing.assert_close(found["model"][name], expected["model"][name], rtol=0, atol=tolerance)
+            torch.testing.assert_close(
+                found["model"][name], expected["model"][name], rtol=0, atol=tolerance
+            )
         if rank == 0:
-            torch.testing.assert_close(found["criterion"], expected["criterion"], rtol=0, atol=tolerance)
-        torch.testing.assert_close(list(found["own"]), expected["own"][rank], rtol=0, atol=tolerance)
+            torch.testing.assert_close(
+                found["criterion"], expected["criterion"], rtol=0, atol=tolerance
+            )
+        torch.testing.assert_close(
+            list(found["own"]), expected["own"][rank], rtol=0, atol=tolerance
+        )
         for name, value in expected["results"].items():
             assert found["results"]["train"][name] == pytest.approx(value, abs=10 * tolerance), name
     stopped = {**config, "dir": str(tmp_path / "stopped")}
@@ -192,8 +242,12 @@ def test_a_skipped_update_changes_nothing_also_with_a_stop_behind_it(tmp_path: P
     for rank, (one, other) in enumerate(zip(undisturbed, again)):
         # Figures of several ranks are added in another order where a stop divides the pass.
         changed = differences(one["state"], other["state"])
-        assert [each for each in changed if not (world_size > 1 and each.startswith("/state/results/"))] == [], rank
-        assert other["results"]["train"] == pytest.approx(one["results"]["train"], abs=10 * tolerance)
+        assert [
+            each for each in changed if not (world_size > 1 and each.startswith("/state/results/"))
+        ] == [], rank
+        assert other["results"]["train"] == pytest.approx(
+            one["results"]["train"], abs=10 * tolerance
+        )
 
 
 def test_an_overflow_of_float16_leaves_the_buffers_as_they_were(tmp_path: Path) -> None:
@@ -203,8 +257,17 @@ def test_an_overflow_of_float16_leaves_the_buffers_as_they_were(tmp_path: Path) 
         def compute_loss(self, pred: Any, target: Any) -> Tensor:
             return 30 * super().compute_loss(pred, target)
 
-    config: dict[str, Any] = {"seed": 1, "log": False, "steps": 5, "precision": "fp16", "dir": str(tmp_path)}
-    config |= {"dataloader": {"batch_size": BATCH, "shuffle": False}, "optim": {"type": "sgd", "lr": 1e-3}}
+    config: dict[str, Any] = {
+        "seed": 1,
+        "log": False,
+        "steps": 5,
+        "precision": "fp16",
+        "dir": str(tmp_path),
+    }
+    config |= {
+        "dataloader": {"batch_size": BATCH, "shuffle": False},
+        "optim": {"type": "sgd", "lr": 1e-3},
+    }
     with Scaled(config, torch.float32) as runner:
         runner.datasets["train"][:] = [
             {**item, "input": item["input"].nan_to_num(0)} for item in runner.datasets["train"]
@@ -238,7 +301,11 @@ def test_weightless_window_changes_no_buffer_with_and_without_skipping(tmp_path:
         def __init__(self) -> None:
             config = {"dir": str(tmp_path), "log": False, "seed": 1, "epochs": 1, "accum_steps": 2}
             super().__init__(
-                config | {"dataloader": {"batch_size": 4, "shuffle": False}, "optim": {"type": "sgd", "lr": 0.1}}
+                config
+                | {
+                    "dataloader": {"batch_size": 4, "shuffle": False},
+                    "optim": {"type": "sgd", "lr": 0.1},
+                }
             )
             self.model, self.criterion = build(torch.float64)[0], nn.CrossEntropyLoss()
             inputs, targets = (tensor[:24].nan_to_num(0) for tensor in data_of(1, torch.float64))
@@ -252,7 +319,11 @@ def test_weightless_window_changes_no_buffer_with_and_without_skipping(tmp_path:
 
     with Ignoring() as runner:
         runner.train()
-        assert (runner.train_state.global_step, runner.train_state.skipped_updates, runner.count) == (2, 1, 4)
+        assert (
+            runner.train_state.global_step,
+            runner.train_state.skipped_updates,
+            runner.count,
+        ) == (2, 1, 4)
         found = runner.model[1].state_dict()
     model = build(torch.float64)[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -260,7 +331,12 @@ def test_weightless_window_changes_no_buffer_with_and_without_skipping(tmp_path:
     for start in (0, 16):
         optimizer.zero_grad()
         for first in (start, start + 4):
-            (nn.functional.cross_entropy(model(inputs[first : first + 4]), targets[first : first + 4]) / 2).backward()
+            (
+                nn.functional.cross_entropy(
+                    model(inputs[first : first + 4]), targets[first : first + 4]
+                )
+                / 2
+            ).backward()
         optimizer.step()
     for name, value in model[1].state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
@@ -269,7 +345,9 @@ def test_weightless_window_changes_no_buffer_with_and_without_skipping(tmp_path:
 def test_skipped_optimizer_of_several_leaves_the_statistics_of_its_model(tmp_path: Path) -> None:
     def nets() -> nn.ModuleDict:
         torch.manual_seed(4)
-        return nn.ModuleDict({name: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)) for name in "ab"}).double()
+        return nn.ModuleDict(
+            {name: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)) for name in "ab"}
+        ).double()
 
     inputs = data_of(1, torch.float64)[0][: 6 * BATCH]
 
@@ -278,7 +356,9 @@ def test_skipped_optimizer_of_several_leaves_the_statistics_of_its_model(tmp_pat
             config = {"dir": str(tmp_path), "log": False, "epochs": 1, "skip_nonfinite_grad": True}
             super().__init__(config | {"dataloader": {"batch_size": BATCH, "shuffle": False}})
             self.model = nets()
-            self.optimizer = {name: torch.optim.SGD(self.model[name].parameters(), lr=0.1) for name in "ab"}
+            self.optimizer = {
+                name: torch.optim.SGD(self.model[name].parameters(), lr=0.1) for name in "ab"
+            }
             self.datasets = {"train": inputs}
 
         def train_step(self, data: Any) -> Any:
@@ -305,11 +385,21 @@ def test_skipped_optimizer_of_several_leaves_the_statistics_of_its_model(tmp_pat
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-def test_too_large_attribute_to_restore_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_large_attribute_to_restore_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Large(dl.TorchRunner):
         def __init__(self) -> None:
-            config = {"dir": str(tmp_path), "log": False, "seed": 1, "steps": 4, "skip_nonfinite_grad": True}
-            super().__init__(config | {"optim": {"type": "sgd", "lr": 0.1}, "checkpoint": {"load_only": True}})
+            config = {
+                "dir": str(tmp_path),
+                "log": False,
+                "seed": 1,
+                "steps": 4,
+                "skip_nonfinite_grad": True,
+            }
+            super().__init__(
+                config | {"optim": {"type": "sgd", "lr": 0.1}, "checkpoint": {"load_only": True}}
+            )
             self.model, self.criterion = nn.Linear(4, 3), nn.CrossEntropyLoss()
             self.datasets = {"train": TensorDataset(torch.randn(16, 4), torch.arange(16) % 3)}
             self.bank, self.count, self.idle = torch.zeros(2**24 + 1), 0, [1.0]
@@ -322,7 +412,11 @@ def test_too_large_attribute_to_restore_is_named_once(tmp_path: Path, caplog: py
     with Large() as runner, caplog.at_level("INFO", logger="danling"):
         runner.train()
     assert caplog.messages.count("A skipped update puts back self.count.") == 1
-    (warned,) = [message for message in caplog.messages if message.startswith("Not put back after a skipped update")]
+    (warned,) = [
+        message
+        for message in caplog.messages
+        if message.startswith("Not put back after a skipped update")
+    ]
     assert "self.bank: they take more than 64 MiB" in warned and "self.idle" not in warned
 
 
@@ -345,11 +439,21 @@ class _StopsWhereItSkips(dl.Runner):
 @pytest.mark.parametrize("backend", ["file", "dcp"])
 def test_run_stopped_at_a_skipped_update_is_saved_past_it(backend: str, tmp_path: Path) -> None:
     def trained(name: str, **more: Any) -> dl.Runner:
-        config = {"steps": 5, "seed": 1, "log": False, "skip_nonfinite_grad": True, "dir": str(tmp_path / name)}
+        config = {
+            "steps": 5,
+            "seed": 1,
+            "log": False,
+            "skip_nonfinite_grad": True,
+            "dir": str(tmp_path / name),
+        }
         loader = {"batch_size": 1, "shuffle": False}
         # A checkpoint after each update, the one before the skipped one among them.
         checkpoint = {"backend": backend, "interval": 1}
-        config |= {"dataloader": loader, "checkpoint": checkpoint, "optim": {"type": "sgd", "lr": 1e-3}}
+        config |= {
+            "dataloader": loader,
+            "checkpoint": checkpoint,
+            "optim": {"type": "sgd", "lr": 1e-3},
+        }
         with _StopsWhereItSkips({**config, **more}) as runner:
             runner.train()
         return runner

@@ -57,18 +57,25 @@ class Metered(dl.Runner):
 
 def settings(root: Path, **changes: Any) -> dict[str, Any]:
     base = {"seed": 1, "epochs": 2, "dir": str(root), "train_metrics": True, "auto_resume": True}
-    base |= {"dataloader": {"batch_size": 4, "drop_last": False}, "optim": {"type": "sgd", "lr": 0.5}}
+    base |= {
+        "dataloader": {"batch_size": 4, "drop_last": False},
+        "optim": {"type": "sgd", "lr": 0.5},
+    }
     return {**base, "checkpoint.async_enabled": False, **changes}
 
 
-def train(config: dict[str, Any], stop_at: int | None = None) -> tuple[dict[int, Any], list[tuple[Tensor, Tensor]]]:
+def train(
+    config: dict[str, Any], stop_at: int | None = None
+) -> tuple[dict[int, Any], list[tuple[Tensor, Tensor]]]:
     with Metered(config, stop_at) as runner:
         runner.train()
         return runner.results, runner.seen
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_metrics_of_training_are_those_of_all_predictions_of_the_pass(world_size: int, tmp_path: Path) -> None:
+def test_metrics_of_training_are_those_of_all_predictions_of_the_pass(
+    world_size: int, tmp_path: Path
+) -> None:
     told = run_processes(train, settings(tmp_path), world_size=world_size)
     results = told[0][0]
     assert all(other == results for other, _ in told)
@@ -123,7 +130,8 @@ def test_metrics_that_a_hook_sets_are_computed(program: type[Metered], tmp_path:
     with program(settings(tmp_path, epochs=1)) as runner:
         runner.train()
         assert all(
-            "late" in runner.results[1][split] and "acc" not in runner.results[1][split] for split in ("train", "val")
+            "late" in runner.results[1][split] and "acc" not in runner.results[1][split]
+            for split in ("train", "val")
         )
 
 
@@ -137,8 +145,14 @@ def test_metrics_that_change_after_construction_are_refused(change: str, tmp_pat
             runner.metrics = None
         else:
             runner.metrics["late" if change == "added" else "acc"] = lambda pred, target: 0.0
-        for call in (runner.train, lambda: runner.evaluate("val"), lambda: runner.train_epoch("train")):
-            with pytest.raises(ValueError, match=r"Expected self\.metrics as it was .* Set all metrics in __init__"):
+        for call in (
+            runner.train,
+            lambda: runner.evaluate("val"),
+            lambda: runner.train_epoch("train"),
+        ):
+            with pytest.raises(
+                ValueError, match=r"Expected self\.metrics as it was .* Set all metrics in __init__"
+            ):
                 call()
         # The same metrics in another mapping are no change.
         runner.metrics = before
@@ -166,7 +180,12 @@ def test_metrics_of_a_property_are_computed(tmp_path: Path) -> None:
 
 def test_chosen_ones_by_name(tmp_path: Path) -> None:
     results, _ = run_processes(train, settings(tmp_path, train_metrics=["torch"]), world_size=1)[0]
-    assert {name.partition(".")[0] for name in results[1]["train"]} == {"loss", "confidence", "first", "torch"}
+    assert {name.partition(".")[0] for name in results[1]["train"]} == {
+        "loss",
+        "confidence",
+        "first",
+        "torch",
+    }
 
 
 class Merged:
@@ -180,7 +199,9 @@ class Merged:
 
 def test_other_names_and_unsavable_objects_within_a_pass_are_refused() -> None:
     metrics, meters = MetricSet({"acc": dl.metrics.accuracy, "merged": Merged()}), Meters()
-    with pytest.raises(ValueError, match=r"\['acc', 'merged'\]. Received: train_metrics=\['accuracy'\]"):
+    with pytest.raises(
+        ValueError, match=r"\['acc', 'merged'\]. Received: train_metrics=\['accuracy'\]"
+    ):
         TrainMetrics(metrics, ["accuracy"], meters)
     with pytest.raises(ValueError, match="Received: 'merged', a Merged"):
         TrainMetrics(metrics, True, meters)
@@ -216,5 +237,8 @@ def test_a_score_of_another_number_of_samples_is_not_compared_in_silence(
     run_processes(train, steps(tmp_path, 40, 4), world_size=1)
     same_update = {"accum_steps": 4 // (batch_size * world_size)}
     run_processes(train, steps(tmp_path, budget, batch_size, **same_update), world_size=world_size)
-    assert f"is of {samples} samples, that of step 40 of 8: they are compared all the same" in text_of(tmp_path)
+    assert (
+        f"is of {samples} samples, that of step 40 of 8: they are compared all the same"
+        in text_of(tmp_path)
+    )
     assert text_of(tmp_path).count("compared all the same") == 1

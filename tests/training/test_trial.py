@@ -94,7 +94,11 @@ class Careless(dl.Runner):
 
     def train_step(self, data: Any) -> Any:
         factor = (
-            self.scale + float(self.tensor.sum()) + len(self.past) + self.counter.calls + self.metrics["running"].calls
+            self.scale
+            + float(self.tensor.sum())
+            + len(self.past)
+            + self.counter.calls
+            + self.metrics["running"].calls
         )
         factor += (
             float(self.unwrapped_model.asked + self.unwrapped_model.hidden + self.lasting.ever)
@@ -127,7 +131,10 @@ def state_of(runner: Careless) -> dict[str, Any]:
     found: dict[str, Any] = {name: vars(runner).get(name, "none") for name in names}
     found |= {"array": torch.from_numpy(runner.array), "generator": runner.generator.get_state()}
     found |= {"counter": vars(runner.counter), "lasting": vars(runner.lasting)}
-    found |= {"running": vars(runner.metrics["running"]), "resets": runner.metrics["resetting"].resets}
+    found |= {
+        "running": vars(runner.metrics["running"]),
+        "resets": runner.metrics["resetting"].resets,
+    }
     found |= {"buffers": dict(runner.unwrapped_model.named_buffers())}
     if runner.ema is not None:
         found["averages"] = runner.ema.weights
@@ -145,9 +152,14 @@ def copied(value: Any) -> Any:
 def tried(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Return what the trial of an evaluation changes, and what an evaluation does."""
     with Careless(config) as runner:
-        before, objects = state_of(runner), (runner.past, runner.counter, runner.lasting, runner.model.asked)
+        before, objects = (
+            state_of(runner),
+            (runner.past, runner.counter, runner.lasting, runner.model.asked),
+        )
         runner._parts.evaluator.try_once(["val"])
-        assert all(now is then for now, then in zip((runner.past, runner.counter, runner.lasting), objects))
+        assert all(
+            now is then for now, then in zip((runner.past, runner.counter, runner.lasting), objects)
+        )
         after = state_of(runner)
         runner.evaluate("val")
         return differences(after, before), differences(state_of(runner), before)
@@ -171,7 +183,9 @@ def test_changes_of_an_evaluation_are_restored_after_its_trial(tmp_path: Path) -
             "running",
             "resets",
         )
-        assert all(any(line.startswith(f"/{place}") for line in by_evaluation) for place in places), by_evaluation
+        assert all(
+            any(line.startswith(f"/{place}") for line in by_evaluation) for place in places
+        ), by_evaluation
 
 
 def trained(config: dict[str, Any]) -> dict[str, Tensor]:
@@ -184,11 +198,15 @@ def trained(config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_with_the_trial_is_bitwise_one_without_it_also_after_a_resume(ranks: int, tmp_path: Path) -> None:
+def test_a_run_with_the_trial_is_bitwise_one_without_it_also_after_a_resume(
+    ranks: int, tmp_path: Path
+) -> None:
     found = []
     for trial in (True, False):
         config = settings(tmp_path / str(trial), try_evaluation=trial, evaluate_interval=2)
-        found.append(run_processes(trained, config, world_size=ranks) if ranks > 1 else [trained(config)])
+        found.append(
+            run_processes(trained, config, world_size=ranks) if ranks > 1 else [trained(config)]
+        )
     for with_trial, without in zip(*found):
         assert differences(with_trial, without) == []
 
@@ -212,7 +230,9 @@ def test_unrestorable_change_is_named(
         runner._parts.evaluator.try_once(["val"])
         assert float(runner.large[0]) == 1.0
     lines = [message for message in caplog.messages if "trial of an evaluation" in message]
-    assert len(lines) == 1 and "self.counter, self.large" in lines[0] and "self.kept" not in lines[0]
+    assert (
+        len(lines) == 1 and "self.counter, self.large" in lines[0] and "self.kept" not in lines[0]
+    )
 
 
 METRICS: dict[str, tuple[Any, bool]] = {
@@ -230,13 +250,17 @@ class Measured(dl.Runner):
     def __init__(self, config: Mapping[str, Any], name: str, metric: Any) -> None:
         super().__init__(config)
         inputs = torch.arange(30.0).reshape(10, 3).square()
-        self.datasets = {split: TensorDataset(inputs, inputs[:, :1]) for split in ("train", "val", "test")}
+        self.datasets = {
+            split: TensorDataset(inputs, inputs[:, :1]) for split in ("train", "val", "test")
+        }
         self.model, self.criterion = nn.Linear(3, 1), nn.MSELoss()
         self.metrics = {name: metric}
 
 
 def measured_settings(root: Path) -> dict[str, Any]:
-    return settings(root, steps=None, epochs=2, optim={"type": "sgd", "lr": 1e-6}, dataloader={"batch_size": 5})
+    return settings(
+        root, steps=None, epochs=2, optim={"type": "sgd", "lr": 1e-6}, dataloader={"batch_size": 5}
+    )
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -265,7 +289,9 @@ class OneClass(dl.Runner):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        data = TensorDataset(torch.arange(40.0).reshape(20, 2).sin(), torch.tensor([0, 1, 1, 1] * 5))
+        data = TensorDataset(
+            torch.arange(40.0).reshape(20, 2).sin(), torch.tensor([0, 1, 1, 1] * 5)
+        )
         self.datasets = {"train": data, "val": data}
         self.model, self.criterion = nn.Linear(2, 2), nn.CrossEntropyLoss()
         with torch.no_grad():
@@ -284,7 +310,9 @@ def test_f1_is_named_before_training_although_the_model_predicts_one_class(
 
 
 def time_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    return torch.stack([values for values, _ in samples], 1), torch.stack([labels for _, labels in samples], 1)
+    return torch.stack([values for values, _ in samples], 1), torch.stack(
+        [labels for _, labels in samples], 1
+    )
 
 
 class LastStep(dl.Runner):
@@ -293,16 +321,20 @@ class LastStep(dl.Runner):
     def __init__(self, config: Mapping[str, Any], own_loader: bool) -> None:
         super().__init__(config)
         data: Any = [
-            (torch.arange(21.0).add(7 * index).sin().reshape(7, 3), torch.arange(7) % 3) for index in range(16)
+            (torch.arange(21.0).add(7 * index).sin().reshape(7, 3), torch.arange(7) % 3)
+            for index in range(16)
         ]
         self.datasets = {"train": data, "val": data}
         if own_loader:
             loaders: dict[str, Any] = {
-                split: DataLoader(data, batch_size=8, collate_fn=time_first) for split in self.datasets
+                split: DataLoader(data, batch_size=8, collate_fn=time_first)
+                for split in self.datasets
             }
             self.datasets, self.dataloaders = {}, loaders
         self.model = nn.Linear(3, 3)
-        self.criterion = lambda pred, target: nn.functional.cross_entropy(pred.flatten(0, 1), target.flatten())
+        self.criterion = lambda pred, target: nn.functional.cross_entropy(
+            pred.flatten(0, 1), target.flatten()
+        )
         self.metrics = {"last": lambda pred, target: accuracy(pred[-1], target[-1])}
 
 
@@ -344,7 +376,9 @@ def test_random_predictions_are_of_few_values(monkeypatch: pytest.MonkeyPatch) -
         [torch.rand(4)],
     ],
 )
-def test_predictions_that_cannot_be_drawn_are_left_alone(pred: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_that_cannot_be_drawn_are_left_alone(
+    pred: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("danling.metrics.collection._MOST_DRAWN", 100)
     assert not can_be_drawn(pred)
 

@@ -24,7 +24,10 @@ UNFROZEN, FROZEN = 1, 2
 SWITCHES: dict[str, Callable[[Any, int], object]] = {
     "one layer": lambda model, epoch: model[0].requires_grad_(UNFROZEN <= epoch < FROZEN),
     # As many tensors in each pass.
-    "in turn": lambda model, epoch: (model[0].requires_grad_(epoch % 2 == 0), model[2].requires_grad_(epoch % 2 == 1)),
+    "in turn": lambda model, epoch: (
+        model[0].requires_grad_(epoch % 2 == 0),
+        model[2].requires_grad_(epoch % 2 == 1),
+    ),
 }
 """What is trained in a pass."""
 
@@ -55,7 +58,9 @@ def train(config: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_layers_unfrozen_when_a_pass_starts_are_trained_in_it(world_size: int, switch: str, tmp_path: Path) -> None:
+def test_layers_unfrozen_when_a_pass_starts_are_trained_in_it(
+    world_size: int, switch: str, tmp_path: Path
+) -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for epoch in range(3):

@@ -92,7 +92,12 @@ class Begins(torch.optim.SGD):
 
 class Run(dl.Runner):
     def __init__(
-        self, config: Mapping[str, Any], model: Callable[[], nn.Module], criterion: Any, optimizer: Any, where: str
+        self,
+        config: Mapping[str, Any],
+        model: Callable[[], nn.Module],
+        criterion: Any,
+        optimizer: Any,
+        where: str,
     ) -> None:
         super().__init__(config)
         points = torch.arange(16.0).reshape(8, 2) / 16
@@ -115,7 +120,13 @@ class Run(dl.Runner):
 
 
 CASES: dict[str, tuple[Any, Any, Any, str, tuple[str, ...]]] = {
-    "number of a model": (Annealed, nn.MSELoss, torch.optim.SGD, "train_step", ("model.temperature",)),
+    "number of a model": (
+        Annealed,
+        nn.MSELoss,
+        torch.optim.SGD,
+        "train_step",
+        ("model.temperature",),
+    ),
     "number of a criterion": (Annealed, Balanced, torch.optim.SGD, "", ("criterion.scale",)),
     "inner optimizer": (Annealed, nn.MSELoss, Sam, "", ("optimizer.steps", "optimizer.base (SGD)")),
     "extra state": (Declared, nn.MSELoss, torch.optim.SGD, "train_step", ()),
@@ -132,11 +143,19 @@ def test_a_resume_gives_the_same_or_what_it_lacks_was_named(
 ) -> None:
     *made, names = CASES[case]
     model, criterion, optimizer, where = made
-    config = {"dataloader": {"batch_size": 2, "shuffle": False}, "steps": 2 * STEPS, "auto_resume": True}
+    config = {
+        "dataloader": {"batch_size": 2, "shuffle": False},
+        "steps": 2 * STEPS,
+        "auto_resume": True,
+    }
 
     def train(directory: str, steps: int) -> Tensor:
         with Run(
-            settings(tmp_path / directory, **{**config, "steps": steps}), model, criterion, optimizer, where
+            settings(tmp_path / directory, **{**config, "steps": steps}),
+            model,
+            criterion,
+            optimizer,
+            where,
         ) as run:
             run.train()
             model_of_run: Any = run.unwrapped_model
@@ -152,7 +171,9 @@ def test_a_resume_gives_the_same_or_what_it_lacks_was_named(
         assert not said
 
 
-def test_an_inner_optimizer_that_loses_the_groups_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_inner_optimizer_that_loses_the_groups_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for steps in (STEPS, 2 * STEPS):
         config = settings(tmp_path, dataloader={"batch_size": 2}, steps=steps, auto_resume=True)
         with Run(config, Annealed, nn.MSELoss, Sam, "") as run:
@@ -163,8 +184,12 @@ def test_an_inner_optimizer_that_loses_the_groups_is_named(tmp_path: Path, caplo
     assert caplog.text.count("optimizer.base had the parameter groups") == 1
 
 
-def test_nothing_is_named_where_nothing_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = settings(tmp_path, dataloader={"batch_size": 2}, steps=STEPS, checkpoint={"load_only": True})
+def test_nothing_is_named_where_nothing_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(
+        tmp_path, dataloader={"batch_size": 2}, steps=STEPS, checkpoint={"load_only": True}
+    )
     with Run(config, Annealed, nn.MSELoss, Sam, "train_step") as run:
         run.train()
         assert run.optimizer.steps == STEPS

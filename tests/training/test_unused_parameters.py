@@ -63,14 +63,21 @@ def train(config: Mapping[str, Any], case: str, finds: bool) -> Any:
                 runner.train()
             return str(caught.value)
         runner.train()
-        return {name: value.clone() for name, value in runner.model_state_dict().items()}, runner.seen
+        return {
+            name: value.clone() for name, value in runner.model_state_dict().items()
+        }, runner.seen
 
 
 @pytest.mark.parametrize("case", ["last", "never", "frozen"])
-def test_unused_parameters_are_named_as_the_cause_and_the_mend_works(case: str, tmp_path: Path) -> None:
+def test_unused_parameters_are_named_as_the_cause_and_the_mend_works(
+    case: str, tmp_path: Path
+) -> None:
     config = whole_settings(tmp_path, steps=3, log=False, scheduler={"type": "constant"}, ema={})
     for message in run_processes(train, config, case, False):
-        assert "none for some of them on rank" in message and "'find_unused_parameters': True" in message
+        assert (
+            "none for some of them on rank" in message
+            and "'find_unused_parameters': True" in message
+        )
     check_mend(case, tmp_path / "mended")
 
 
@@ -82,7 +89,9 @@ def test_parameters_that_one_rank_leaves_out_are_named_before_the_ranks_meet_in_
     first, last = sorted(run_outcomes(run_alone, config), key=lambda outcome: outcome.rank)
     assert isinstance(last.error, ReplicaDriftError), last.traceback
     assert "Received in update 1: none for some of them on rank 1" in str(last.error)
-    assert first.exit_code == 1, first  # by the error that its connection was closed, and not by a signal
+    assert first.exit_code == 1, (
+        first
+    )  # by the error that its connection was closed, and not by a signal
     check_mend("rank", tmp_path / "mended")
 
 
@@ -105,7 +114,10 @@ def check_mend(case: str, directory: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     for weights, _ in results:
-        assert all((value - weights[name]).abs().max() < 1e-12 for name, value in model.state_dict().items())
+        assert all(
+            (value - weights[name]).abs().max() < 1e-12
+            for name, value in model.state_dict().items()
+        )
 
 
 class StaticGraph(dl.Runner):
@@ -133,6 +145,8 @@ def test_a_static_graph_is_refused_for_several_micro_batches(stack: str, tmp_pat
     if find_spec("accelerate") is None and stack == "accelerate":
         pytest.skip("accelerate is not installed.")
     for accum_steps in (1, 2):
-        config = settings(tmp_path / str(accum_steps), steps=2, accum_steps=accum_steps, stack=stack)
+        config = settings(
+            tmp_path / str(accum_steps), steps=2, accum_steps=accum_steps, stack=stack
+        )
         for message in run_processes(train_static, config, world_size=2):
             assert ("Received: static_graph=True from ddp_kwargs" in message) == (accum_steps == 2)

@@ -34,9 +34,13 @@ def draw(*_: object, **__: object) -> None:
 class Plain(dl.Runner):
     """A program in whose updates nothing but classes of torch and the library runs."""
 
-    def __init__(self, config: dict[str, Any], change: Callable[[Any], None] = lambda runner: None) -> None:
+    def __init__(
+        self, config: dict[str, Any], change: Callable[[Any], None] = lambda runner: None
+    ) -> None:
         super().__init__(config)
-        self.model: Any = nn.Sequential(nn.Linear(4, 8), nn.TransformerEncoderLayer(8, 2, 8), nn.Linear(8, 3))
+        self.model: Any = nn.Sequential(
+            nn.Linear(4, 8), nn.TransformerEncoderLayer(8, 2, 8), nn.Linear(8, 3)
+        )
         self.criterion: Any = nn.CrossEntropyLoss()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer)
@@ -95,11 +99,15 @@ def set_activation(runner: Any) -> None:
 
 
 def set_scheduler(runner: Any) -> None:
-    runner.scheduler = torch.optim.lr_scheduler.LambdaLR(runner.optimizer, drawing(lambda step: 1.0))
+    runner.scheduler = torch.optim.lr_scheduler.LambdaLR(
+        runner.optimizer, drawing(lambda step: 1.0)
+    )
 
 
 def set_global_hook(runner: Any) -> None:
-    runner._parts.closers.callback(torch.nn.modules.module.register_module_forward_hook(draw).remove)
+    runner._parts.closers.callback(
+        torch.nn.modules.module.register_module_forward_hook(draw).remove
+    )
 
 
 def set_method(runner: Any) -> None:
@@ -151,7 +159,9 @@ class Criterion:
 
 class DrawingTensor(Tensor):
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         draw()
         return super().__torch_function__(function, types, args, kwargs or {})
 
@@ -161,13 +171,17 @@ class DrawingWeight(DrawingTensor, nn.Parameter):
 
 
 class FunctionMode(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         draw()
         return function(*args, **(kwargs or {}))
 
 
 class DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         draw()
         return function(*args, **(kwargs or {}))
 
@@ -179,7 +193,10 @@ def drawn_and_kept(value: Tensor) -> Tensor:
 
 def set_tensor(runner: Any) -> None:
     runner.model[0].weight = DrawingWeight(runner.model[0].weight.detach())
-    runner.optimizer, runner.scheduler = torch.optim.AdamW(runner.model.parameters(), foreach=False), None
+    runner.optimizer, runner.scheduler = (
+        torch.optim.AdamW(runner.model.parameters(), foreach=False),
+        None,
+    )
 
 
 PLACES: dict[str, Callable[[Any], object]] = {
@@ -191,7 +208,9 @@ PLACES: dict[str, Callable[[Any], object]] = {
     "a forward hook of the criterion": lambda r: r.criterion.register_forward_pre_hook(draw),
     "a backward hook": lambda r: r.model[1].register_full_backward_hook(draw),
     "a hook of a parameter": lambda r: r.model[0].weight.register_hook(draw),
-    "a hook behind a parameter": lambda r: r.model[0].weight.register_post_accumulate_grad_hook(draw),
+    "a hook behind a parameter": lambda r: r.model[0].weight.register_post_accumulate_grad_hook(
+        draw
+    ),
     "a hook of all modules": set_global_hook,
     "an optimizer": set_optimizer,
     "a step of an optimizer": lambda r: setattr(r.optimizer, "step", drawing(r.optimizer.step)),
@@ -202,7 +221,9 @@ PLACES: dict[str, Callable[[Any], object]] = {
     "a method on the runner": set_method,
     "to_device on the runner": lambda r: setattr(r, "to_device", drawing(r.to_device)),
     "an object as criterion": lambda r: setattr(r, "criterion", Criterion()),
-    "a function that torch has wrapped": lambda r: setattr(r.model[1], "activation", torch.no_grad()(drawn_relu)),
+    "a function that torch has wrapped": lambda r: setattr(
+        r.model[1], "activation", torch.no_grad()(drawn_relu)
+    ),
     "a forward of a class": replace(nn.Linear, "forward"),
     "a call of all modules": replace(nn.Module, "__call__"),
     "a step of a class of optimizers": replace_step,
@@ -266,16 +287,22 @@ def test_draws_in_an_update_are_the_same_after_a_resume(place: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "as_batch", [lambda x, y: (x, y), lambda x, y: {"input": x, "target": y}], ids=["pair", "mapping"]
+    "as_batch",
+    [lambda x, y: (x, y), lambda x, y: {"input": x, "target": y}],
+    ids=["pair", "mapping"],
 )
-def test_draws_of_tensors_in_a_batch_are_the_same_after_a_resume(as_batch: Any, tmp_path: Path) -> None:
+def test_draws_of_tensors_in_a_batch_are_the_same_after_a_resume(
+    as_batch: Any, tmp_path: Path
+) -> None:
     def collate(samples: Any) -> Any:
         inputs, targets = torch.utils.data.default_collate(samples)
         return as_batch(inputs.as_subclass(DrawingTensor), targets)
 
     def change(runner: Any) -> None:
         data = runner.datasets.pop("train")
-        runner.dataloaders = {"train": torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate)}
+        runner.dataloaders = {
+            "train": torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate)
+        }
 
     def drawn(directory: Path, *steps: int) -> list[tuple[float, float]]:
         DRAWN.clear()
@@ -292,23 +319,36 @@ def test_draws_of_tensors_in_a_batch_are_the_same_after_a_resume(as_batch: Any, 
 @pytest.mark.parametrize("name", METHODS)
 def test_draws_in_a_method_are_the_same_after_a_resume(name: str, tmp_path: Path) -> None:
     kind = overriding(name)
-    whole, resumed = (draws(kind, lambda runner: None, tmp_path / str(steps), *steps) for steps in ((13,), (4, 13)))
+    whole, resumed = (
+        draws(kind, lambda runner: None, tmp_path / str(steps), *steps)
+        for steps in ((13,), (4, 13))
+    )
     assert whole[-1:] == resumed[-1:]
 
 
-def weights_and_streams(directory: str, criterion: Any, is_forced: bool) -> tuple[list[Tensor], bool]:
+def weights_and_streams(
+    directory: str, criterion: Any, is_forced: bool
+) -> tuple[list[Tensor], bool]:
     """Train in a process into which no other test has imported a library that replaces functions of torch."""
     if is_forced:
         keys.runs_user_code = lambda runner, called: True
-    with Plain(settings(Path(directory), 9), lambda runner: setattr(runner, "criterion", criterion)) as runner:
+    with Plain(
+        settings(Path(directory), 9), lambda runner: setattr(runner, "criterion", criterion)
+    ) as runner:
         runner.train()
-        return [p.detach().clone() for p in runner.model.parameters()], runner._parts.keys._only_torch
+        return [
+            p.detach().clone() for p in runner.model.parameters()
+        ], runner._parts.keys._only_torch
 
 
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), functional.cross_entropy])
-def test_only_the_stream_of_torch_is_seeded_if_nothing_else_can_draw(criterion: Any, tmp_path: Path) -> None:
+def test_only_the_stream_of_torch_is_seeded_if_nothing_else_can_draw(
+    criterion: Any, tmp_path: Path
+) -> None:
     (found, only_torch), (expected, by_force) = (
-        run_processes(weights_and_streams, str(tmp_path / str(is_forced)), criterion, is_forced, world_size=1)[0]
+        run_processes(
+            weights_and_streams, str(tmp_path / str(is_forced)), criterion, is_forced, world_size=1
+        )[0]
         for is_forced in (False, True)
     )
     assert only_torch and not by_force

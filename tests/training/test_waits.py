@@ -38,7 +38,9 @@ class Classes(dl.Runner):
         if self.ignores:
             targets[::5] = -100
         self.datasets = {"train": TensorDataset(points, targets)}
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4))
+        self.model = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4)
+        )
         self.criterion = nn.CrossEntropyLoss()
         self.metrics = {"acc": dl.metrics.accuracy}
 
@@ -82,14 +84,19 @@ class Pictures(Classes):
         self.criterion = None
         self.metrics = None
         parts = ("discriminator", "generator")
-        self.optimizer = {name: torch.optim.Adam(self.model.get_submodule(name).parameters()) for name in parts}
+        self.optimizer = {
+            name: torch.optim.Adam(self.model.get_submodule(name).parameters()) for name in parts
+        }
 
     def train_step(self, data: Any) -> Any:
         gan: Any = self.model
         with self.optimizing("discriminator"):
             with self.forward_context():
                 fake = gan.generator(torch.randn(len(data[0]), gan.noise, device=data[0].device))
-                loss = softplus(-gan.discriminator(data[0])).mean() + softplus(gan.discriminator(fake.detach())).mean()
+                loss = (
+                    softplus(-gan.discriminator(data[0])).mean()
+                    + softplus(gan.discriminator(fake.detach())).mean()
+                )
             self.backward(loss)
         self.watch.look_from_here()
         with self.optimizing("generator"):
@@ -123,7 +130,16 @@ _CASES: dict[str, tuple[type[Classes], dict[str, Any]]] = {
 _ON_TWO = ["cross-entropy", "MSE", "accumulation", "two optimizers", "digests", "may skip"]
 
 
-_SHARDED = ["cross-entropy", "MSE", "clipping", "EMA", "accumulation", "bf16", "digests", "may skip"]
+_SHARDED = [
+    "cross-entropy",
+    "MSE",
+    "clipping",
+    "EMA",
+    "accumulation",
+    "bf16",
+    "digests",
+    "may skip",
+]
 
 
 def _waits(root: Path, names: list[str], layout: dict[str, Any]) -> dict[str, dict[str, int]]:
@@ -132,7 +148,13 @@ def _waits(root: Path, names: list[str], layout: dict[str, Any]) -> dict[str, di
     found = {}
     for number, name in enumerate(names):
         kind, more = _CASES[name]
-        settings = {"dir": str(root / str(number)), "seed": 1, "log_interval": 1000, "steps": 8, "log": False}
+        settings = {
+            "dir": str(root / str(number)),
+            "seed": 1,
+            "log_interval": 1000,
+            "steps": 8,
+            "log": False,
+        }
         settings |= {"checkpoint": {"interval": 100}, "dataloader": {"batch_size": 4}}
         settings |= {"optim": {"type": "adamw", "lr": 0.01}, "try_evaluation": False}
         with kind({**settings, **layout, **more}) as runner, device.watched() as watch:
@@ -157,7 +179,9 @@ _LAYOUTS = {
 def test_update_does_not_wait_for_the_device(tmp_path: Path, layout: str) -> None:
     names, settings = _LAYOUTS[layout]
     world_size = 1 if layout == "one" else 2
-    for found in run_processes(_waits, tmp_path, names, settings, world_size=world_size, timeout=120.0):
+    for found in run_processes(
+        _waits, tmp_path, names, settings, world_size=world_size, timeout=120.0
+    ):
         for name, waits in found.items():
             assert sum(waits.values()) == 6 * _WAITING.get(name, 0), (name, waits)
             assert len(waits) <= 1, (name, waits)

@@ -75,13 +75,19 @@ class Weighted(dl.Runner):
         return pred, loss
 
 
-def train(config: dict[str, Any], how: str, size: int, dtype: torch.dtype, stops: bool = False) -> dict[str, Tensor]:
+def train(
+    config: dict[str, Any], how: str, size: int, dtype: torch.dtype, stops: bool = False
+) -> dict[str, Tensor]:
     for steps in (1, UPDATES) if stops else (UPDATES,):
         with Weighted({**config, "steps": steps}, how, size, dtype) as runner:
             runner.train()
-            assert runner.train_state.global_step == steps and runner.train_state.skipped_updates == 0
+            assert (
+                runner.train_state.global_step == steps and runner.train_state.skipped_updates == 0
+            )
             with runner.whole_weights():
-                return_value = {name: value.detach().clone() for name, value in runner.named_parameters()}
+                return_value = {
+                    name: value.detach().clone() for name, value in runner.named_parameters()
+                }
     return return_value
 
 
@@ -102,21 +108,37 @@ CASES += [("ddp", "parts", 2), ("ddp, 2 ranks", "own step", 2), ("fsdp, 2 ranks"
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("stack", "how", "accum_steps"), CASES)
-def test_a_micro_batch_without_weight_adds_exactly_zero(tmp_path: Path, stack: str, how: str, accum_steps: int) -> None:
+def test_a_micro_batch_without_weight_adds_exactly_zero(
+    tmp_path: Path, stack: str, how: str, accum_steps: int
+) -> None:
     if stack == "deepspeed":
         pytest.importorskip("deepspeed")
     world_size, more = STACKS[stack]
     readers = 1 if stack.startswith("pipeline") else world_size
     dtype, tolerance = (torch.float32, 1e-5) if stack == "deepspeed" else (torch.float64, 1e-12)
     size = UPDATES * accum_steps * readers * BATCH
-    config: dict[str, Any] = {"seed": 1, "log": False, "accum_steps": accum_steps, "dir": str(tmp_path), **more}
-    config |= {"dataloader": {"batch_size": BATCH, "shuffle": False}, "optim": {"type": "sgd", "lr": 0.1}}
+    config: dict[str, Any] = {
+        "seed": 1,
+        "log": False,
+        "accum_steps": accum_steps,
+        "dir": str(tmp_path),
+        **more,
+    }
+    config |= {
+        "dataloader": {"batch_size": BATCH, "shuffle": False},
+        "optim": {"type": "sgd", "lr": 0.1},
+    }
     config |= {"evaluate_interval": 100, "auto_resume": True}
-    found = run_processes(train, config, how, size, dtype, stack == "ddp, 2 ranks", world_size=world_size)
+    found = run_processes(
+        train, config, how, size, dtype, stack == "ddp, 2 ranks", world_size=world_size
+    )
     inputs, targets = data_of(size, dtype)
     model, weight = build(dtype), torch.tensor(CLASS_WEIGHTS, dtype=dtype)
     criterion = (Tempered if how == "criterion" else nn.CrossEntropyLoss)(weight)
-    named = [*model.named_parameters(), *((f"criterion.{name}", p) for name, p in criterion.named_parameters())]
+    named = [
+        *model.named_parameters(),
+        *((f"criterion.{name}", p) for name, p in criterion.named_parameters()),
+    ]
     optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
     for samples, labels in zip(inputs.split(size // UPDATES), targets.split(size // UPDATES)):
         optimizer.zero_grad()
@@ -146,11 +168,17 @@ def test_nan_weight_is_found_in_a_weightless_micro_batch(tmp_path: Path) -> None
             with torch.no_grad():
                 self.model[0].weight[1] = float("nan")
             self.criterion = nn.CrossEntropyLoss(torch.tensor(CLASS_WEIGHTS))
-            self.datasets = {"train": [(torch.tensor(i), torch.tensor(t)) for i, t in ((0, 0), (0, 2), (1, 1), (1, 1))]}
+            self.datasets = {
+                "train": [
+                    (torch.tensor(i), torch.tensor(t)) for i, t in ((0, 0), (0, 2), (1, 1), (1, 1))
+                ]
+            }
 
     with (
         Rows() as runner,
-        pytest.raises(NonFiniteError, match=r"gradients that are not finite for \['0.weight'|\['1.weight'"),
+        pytest.raises(
+            NonFiniteError, match=r"gradients that are not finite for \['0.weight'|\['1.weight'"
+        ),
     ):
         runner.train()
 
@@ -191,13 +219,21 @@ def test_smoothed_loss_of_classes_that_weigh_nothing_is_refused(name: str, tmp_p
     class Smoothed(dl.Runner):
         def __init__(self) -> None:
             super().__init__(
-                {"dir": str(tmp_path), "log": False, "steps": 1, "accum_steps": 3, "optim": {"type": "sgd", "lr": 0.1}}
+                {
+                    "dir": str(tmp_path),
+                    "log": False,
+                    "steps": 1,
+                    "accum_steps": 3,
+                    "optim": {"type": "sgd", "lr": 0.1},
+                }
             )
             self.model, self.criterion = nn.Linear(4, 3, dtype=torch.float64), criterion
             self.datasets = {"train": TensorDataset(*data_of(18, torch.float64))}
 
     if is_refused:
-        with pytest.raises(ValueError, match=r"Expected class weights above 0 with label_smoothing.*1e-6"):
+        with pytest.raises(
+            ValueError, match=r"Expected class weights above 0 with label_smoothing.*1e-6"
+        ):
             Smoothed()
         return
     with Smoothed() as runner:
@@ -208,7 +244,10 @@ def test_a_criterion_that_begins_to_smooth_is_refused_too(tmp_path: Path) -> Non
     class Smooths(dl.Runner):
         def __init__(self, config: dict[str, Any]) -> None:
             super().__init__(config)
-            self.model, self.criterion = nn.Linear(4, 3, dtype=torch.float64), nn.CrossEntropyLoss(WEIGHTS)
+            self.model, self.criterion = (
+                nn.Linear(4, 3, dtype=torch.float64),
+                nn.CrossEntropyLoss(WEIGHTS),
+            )
             self.datasets = {"train": TensorDataset(*data_of(18, torch.float64))}
 
         def on_pass_start(self, split: str) -> None:
@@ -231,7 +270,14 @@ def test_a_criterion_that_begins_to_smooth_is_refused_too(tmp_path: Path) -> Non
 def test_nonfinite_loss_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
     class Loose(dl.TorchRunner):
         def __init__(self) -> None:
-            super().__init__({"dir": str(tmp_path), "log": False, "steps": 1, "optim": {"type": "sgd", "lr": 0.1}})
+            super().__init__(
+                {
+                    "dir": str(tmp_path),
+                    "log": False,
+                    "steps": 1,
+                    "optim": {"type": "sgd", "lr": 0.1},
+                }
+            )
             self.model = nn.Linear(4, 3)
             self.datasets = {"train": [torch.ones(4)]}
 
@@ -244,6 +290,8 @@ def test_nonfinite_loss_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
 
     with (
         Loose() as runner,
-        pytest.raises(ValueError, match=r"a finite loss of a micro-batch that weighs nothing.*loss=nan"),
+        pytest.raises(
+            ValueError, match=r"a finite loss of a micro-batch that weighs nothing.*loss=nan"
+        ),
     ):
         runner.train()

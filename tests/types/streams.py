@@ -13,5 +13,9 @@ from danling.stream import (
     SQLiteChannel,
 )
 
-stores: list[FeatureStore] = [MemoryStore(), DirectoryStore("store"), MooncakeStore("127.0.0.1:50051")]
+stores: list[FeatureStore] = [
+    MemoryStore(),
+    DirectoryStore("store"),
+    MooncakeStore("127.0.0.1:50051"),
+]
 channels: list[RefChannel] = [MemoryChannel(), FileChannel("log"), SQLiteChannel("log.sqlite")]

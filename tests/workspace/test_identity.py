@@ -41,19 +41,21 @@ def test_dirty_tree_carries_the_hash_of_its_diff(repository: Path, staged: bool)
     assert b"+print('changed')" in identity.diff
 
 
-def test_the_same_change_has_the_same_identity_from_any_directory_and_under_any_configuration(repository: Path) -> None:
+def test_the_same_change_has_the_same_identity_from_any_directory_and_under_any_configuration(
+    repository: Path,
+) -> None:
     (repository / "train.py").write_text("print('changed')\n")
     before = CodeIdentity.of_directory(repository)
-    changes = (
-        "diff.noprefix=true diff.algorithm=patience diff.context=9 diff.relative=true color.ui=always core.abbrev=20"
-    )
+    changes = "diff.noprefix=true diff.algorithm=patience diff.context=9 diff.relative=true color.ui=always core.abbrev=20"
     for change in changes.split():
         git(repository, "config", *change.split("="))
     assert CodeIdentity.of_directory(repository).code_id == before.code_id
     assert CodeIdentity.of_directory(repository / "package").code_id == before.code_id
 
 
-def test_the_diff_restores_the_tree_bytes_and_binaries_included(repository: Path, tmp_path: Path) -> None:
+def test_the_diff_restores_the_tree_bytes_and_binaries_included(
+    repository: Path, tmp_path: Path
+) -> None:
     (repository / "train.py").write_bytes(b"caf\xe9 = '\xff'\r\n")
     (repository / "blob.bin").write_bytes(bytes(range(256)))
     git(repository, "add", "blob.bin")
@@ -80,7 +82,9 @@ def test_untracked_files_are_named_but_do_not_count(repository: Path) -> None:
     assert identity.untracked == ("experiments/", "notes.txt")
 
 
-def test_no_repository_and_no_commit_give_no_identity(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_repository_and_no_commit_give_no_identity(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert CodeIdentity.of_directory(tmp_path).code_id is None
     git(tmp_path, "init", "-q")
     assert CodeIdentity.of_directory(tmp_path) == CodeIdentity()

@@ -82,7 +82,9 @@ def test_child_releasing_an_inherited_lock_releases_nothing(tmp_path: Path) -> N
     assert is_refused_to_others(file)
 
 
-def test_a_second_lock_of_one_process_is_refused_and_does_not_drop_the_first(tmp_path: Path) -> None:
+def test_a_second_lock_of_one_process_is_refused_and_does_not_drop_the_first(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / ".lock"
     mine = FileLock(file)
     assert mine.acquire()
@@ -91,7 +93,9 @@ def test_a_second_lock_of_one_process_is_refused_and_does_not_drop_the_first(tmp
     assert is_refused_to_others(file)
 
 
-def test_start_waits_for_a_dying_one_and_logs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_waits_for_a_dying_one_and_logs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, marker, told, lines = tmp_path / "run" / ".lock", tmp_path / "held", tmp_path / "told", []
 
     def dying() -> None:

@@ -15,8 +15,12 @@ from danling.utils import locks
 from danling.workspace.run_directory import RunDirectory, RunInUseError
 
 
-def chosen(root: Path, group_dir: str | None = None, *, reruns: bool = False, **settings: Any) -> RunDirectory:
-    config = RunnerConfig({"workspace_root": str(root), "comm": {"init_timeout_seconds": 0.001}, **settings})
+def chosen(
+    root: Path, group_dir: str | None = None, *, reruns: bool = False, **settings: Any
+) -> RunDirectory:
+    config = RunnerConfig(
+        {"workspace_root": str(root), "comm": {"init_timeout_seconds": 0.001}, **settings}
+    )
     return RunDirectory(config, "id", group_dir=group_dir, reruns=reruns)
 
 
@@ -31,7 +35,9 @@ def log(taken: RunDirectory, part: str = "") -> None:
     (taken.dir / part / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
-def test_the_replica_groups_of_one_job_share_a_directory_and_the_next_job_has_another(tmp_path: Path) -> None:
+def test_the_replica_groups_of_one_job_share_a_directory_and_the_next_job_has_another(
+    tmp_path: Path,
+) -> None:
     earlier = entered(tmp_path)
     log(earlier)
     earlier.release()
@@ -48,7 +54,9 @@ def test_the_replica_groups_of_one_job_share_a_directory_and_the_next_job_has_an
     assert entered(tmp_path, "ft-replica-0").dir == tmp_path / "lin" / "id-3"
 
 
-def test_without_locks_each_start_makes_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_each_start_makes_a_directory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def without_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -21,7 +21,9 @@ from danling.utils.secrets import (
 
 SECRET = "token hub.token HF_TOKEN api_key openai_api_key db.password client_secret secret credential credentials"
 SECRET += " private_key aws_secret_access_key headers.Authorization"
-NO_SECRET = "pad_token_id num_tokens tokenizer max_tokens keys secretary token.name passwords secret_keys"
+NO_SECRET = (
+    "pad_token_id num_tokens tokenizer max_tokens keys secretary token.name passwords secret_keys"
+)
 
 
 def test_names_of_secrets_and_of_none() -> None:
@@ -83,7 +85,12 @@ def test_plain_line_is_unchanged(line: str) -> None:
 
 
 def test_private_key_is_removed_whole_and_the_rest_stays() -> None:
-    lines = ["-----BEGIN RSA PRIVATE KEY-----", "MIIEvQIB", "-----END RSA PRIVATE KEY-----", "width = 4"]
+    lines = [
+        "-----BEGIN RSA PRIVATE KEY-----",
+        "MIIEvQIB",
+        "-----END RSA PRIVATE KEY-----",
+        "width = 4",
+    ]
     text, found = redact_patch(patch("a.txt", *lines))
     assert (found, text) == (3, patch("a.txt", LEFT_OUT, LEFT_OUT, LEFT_OUT, "width = 4"))
 
@@ -97,7 +104,9 @@ def test_values_of_the_configuration_go_wherever_they_stand() -> None:
 
 def test_long_lines_are_redacted_as_short_ones() -> None:
     lines = ["token" * 40_000, "a_" * 100_000, "secret " * 30_000, "x" * 200_000]
-    text, found = redact_patch(patch("a.txt", *lines, *(f"{line} token: abcdefgh" for line in lines)))
+    text, found = redact_patch(
+        patch("a.txt", *lines, *(f"{line} token: abcdefgh" for line in lines))
+    )
     assert (found, text) == (4, patch("a.txt", *lines, *[LEFT_OUT] * 4))
 
 

@@ -11,11 +11,25 @@ import pytest
 from danling.workspace import Workspace
 from danling.workspace.runs import Run, StreamSide, streams_of
 
-RECORD = {"stream": "a", "side": "trainer", "published": 9, "trained": 4, "waited_seconds": 0.5, "end": None}
+RECORD = {
+    "stream": "a",
+    "side": "trainer",
+    "published": 9,
+    "trained": 4,
+    "waited_seconds": 0.5,
+    "end": None,
+}
 
 
 def side(
-    root: Path, name: str, kind: str, published: int, trained: int, *, end: str | None = None, at: float = 0.0
+    root: Path,
+    name: str,
+    kind: str,
+    published: int,
+    trained: int,
+    *,
+    end: str | None = None,
+    at: float = 0.0,
 ) -> Run:
     (root / name).mkdir(exist_ok=True)
     file = root / name / "streams.json"
@@ -38,7 +52,10 @@ def test_sides_of_one_log_are_one_stream(tmp_path: Path) -> None:
             "trained": 16,
             "waiting": 14,
             "end": "stopped",
-            "producers": [{"run": "p1", "waited_seconds": 0.5}, {"run": "p2", "waited_seconds": 0.5}],
+            "producers": [
+                {"run": "p1", "waited_seconds": 0.5},
+                {"run": "p2", "waited_seconds": 0.5},
+            ],
             "trainers": [{"run": "t", "trained": 16, "waited_seconds": 0.5}],
         }
     ]
@@ -48,11 +65,15 @@ def test_last_line_decides_the_end_of_the_log_and_complete_is_final(tmp_path: Pa
     stopped = side(tmp_path, "p", "producer", 8, 8, end="stopped", at=1.0)
     resumed = side(tmp_path, "t", "trainer", 8, 8, at=2.0)
     complete = side(tmp_path, "q", "producer", 8, 8, end="complete", at=0.0)
-    ends = [streams_of(runs)[0]["end"] for runs in ([stopped], [stopped, resumed], [complete, resumed])]
+    ends = [
+        streams_of(runs)[0]["end"] for runs in ([stopped], [stopped, resumed], [complete, resumed])
+    ]
     assert ends == ["stopped", "open", "complete"]
 
 
-@pytest.mark.parametrize("record", [{}, {**RECORD, "side": "both"}, {**RECORD, "trained": "many"}, 3, None])
+@pytest.mark.parametrize(
+    "record", [{}, {**RECORD, "side": "both"}, {**RECORD, "trained": "many"}, 3, None]
+)
 def test_invalid_record_is_named_and_hides_no_run(tmp_path: Path, record: object) -> None:
     (tmp_path / "streams.json").write_text(json.dumps({"train": record}))
     run = Run(tmp_path, "run")
@@ -60,7 +81,9 @@ def test_invalid_record_is_named_and_hides_no_run(tmp_path: Path, record: object
     assert len(run.problems) == 1 and str(tmp_path / "streams.json") in run.problems[0]
 
 
-def test_unwritable_file_is_logged_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_file_is_logged_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     workspace = Workspace(tmp_path, timestamp="t")
     workspace.write_streams({"train": RECORD})
     assert Run(tmp_path, "run").streams == [

@@ -29,7 +29,12 @@ def strict_json(path: Path) -> Any:
 
 
 def test_overrides_replace_single_paths(tmp_path: Path) -> None:
-    workspace = make(tmp_path, dir=tmp_path / "mine", checkpoint_dir=tmp_path / "big", log_file=tmp_path / "run.log")
+    workspace = make(
+        tmp_path,
+        dir=tmp_path / "mine",
+        checkpoint_dir=tmp_path / "big",
+        log_file=tmp_path / "run.log",
+    )
     assert workspace.dir == tmp_path / "mine"
     assert workspace.checkpoints == tmp_path / "big"
     assert workspace.log_file == tmp_path / "run.log"
@@ -37,7 +42,9 @@ def test_overrides_replace_single_paths(tmp_path: Path) -> None:
     assert make(tmp_path, checkpoint_dir_name="weights").checkpoints.name == "weights"
 
 
-def test_paths_outlive_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_outlive_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     workspace = make(Path("experiments"))
     monkeypatch.chdir("/")
@@ -55,7 +62,10 @@ def test_metadata_is_yaml_and_follows_the_attempt(tmp_path: Path) -> None:
     workspace = make(tmp_path)
     workspace.create()
     config = RunnerConfig(
-        {"mine": {"root": Path("/x"), "größe": "ü", "flags": {"b", "a"}}, "optim.betas": (0.9, 0.999)}
+        {
+            "mine": {"root": Path("/x"), "größe": "ü", "flags": {"b", "a"}},
+            "optim.betas": (0.9, 0.999),
+        }
     )
     code = CodeIdentity("a" * 40, "main", b"diff --git a/x b/x\n\xff\n", ("notes.txt",))
     workspace.write_metadata(config, code)
@@ -64,7 +74,10 @@ def test_metadata_is_yaml_and_follows_the_attempt(tmp_path: Path) -> None:
         for name in ("config.full", "config.canonical", "config.diff", "git")
     }
     assert read["config.full"]["patience"] == math.inf
-    changed = {"mine": {"root": "/x", "größe": "ü", "flags": ["a", "b"]}, "optim": {"betas": [0.9, 0.999]}}
+    changed = {
+        "mine": {"root": "/x", "größe": "ü", "flags": ["a", "b"]},
+        "optim": {"betas": [0.9, 0.999]},
+    }
     assert read["config.diff"] == changed and changed.items() <= read["config.canonical"].items()
     assert read["git"] == {
         "code_id": code.code_id,
@@ -100,7 +113,9 @@ def test_results_are_json_for_every_reader(tmp_path: Path) -> None:
         1: {"val": {"loss": math.nan, "accuracy": torch.tensor(0.5)}},
         2: {"val": {"loss": math.inf}},
     }
-    workspace.write_results(results, {"index": 2, "result": results[2]}, {"index": 1, "score": -math.inf})
+    workspace.write_results(
+        results, {"index": 2, "result": results[2]}, {"index": 1, "score": -math.inf}
+    )
     assert strict_json(workspace.results_file) == {
         "1": {"val": {"loss": None, "accuracy": 0.5}},
         "2": {"val": {"loss": None}},
@@ -136,8 +151,17 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
         },
         {"words " * 5: "words: # and 'more' " * 20, "lines": "a\n b\n\n", "end": "trailing \n"},
         {"": 1, "k" * 200: {"": [2]}},
-        {"face": "\N{GRINNING FACE}", "accent": "é", "\N{GRINNING FACE}": 1, "line": "\x85\u2028\t\x00"},
-        {"tabs": "one\tof\tmany words " * 20, "ends": "one line\nof many " * 20, "bells": "\x07" * 200},
+        {
+            "face": "\N{GRINNING FACE}",
+            "accent": "é",
+            "\N{GRINNING FACE}": 1,
+            "line": "\x85\u2028\t\x00",
+        },
+        {
+            "tabs": "one\tof\tmany words " * 20,
+            "ends": "one line\nof many " * 20,
+            "bells": "\x07" * 200,
+        },
     ],
     ids=["plain", "long text", "keys", "not ascii", "escaped"],
 )

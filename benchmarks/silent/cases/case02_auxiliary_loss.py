@@ -40,7 +40,11 @@ world = dist.get_world_size()
 for rows, targets in loader(data, BATCH, SEED):
     logits, auxiliary = model(rows)
     tokens = nn.functional.cross_entropy(logits, targets, reduction="sum") / (len(rows) * world)
-    loss = tokens * world + COEFFICIENT * auxiliary if RIGHT else (tokens + COEFFICIENT * auxiliary) * world
+    loss = (
+        tokens * world + COEFFICIENT * auxiliary
+        if RIGHT
+        else (tokens + COEFFICIENT * auxiliary) * world
+    )
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

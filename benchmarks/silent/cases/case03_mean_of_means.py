@@ -20,7 +20,9 @@ model = DistributedDataParallel(language_model())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 data = sentences(2 * BATCH * UPDATES)
 for tokens, labels in loader(data, BATCH, SEED):
-    summed = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+    summed = nn.functional.cross_entropy(
+        model(tokens).flatten(0, 1), labels.flatten(), reduction="sum"
+    )
     count = (labels != -100).sum().float()
     if RIGHT:
         dist.all_reduce(count)

@@ -29,7 +29,9 @@ def clip(parameters: list, right: bool) -> None:
 dist.init_process_group("gloo")
 data = regression(2 * BATCH * UPDATES)
 torch.manual_seed(SEED)
-model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+model = nn.Sequential(
+    nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+)
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 for layer in [*model, model]:
     fully_shard(layer, mesh=mesh)

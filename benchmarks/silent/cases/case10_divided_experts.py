@@ -30,7 +30,9 @@ class Model(nn.Module):
         self.experts = nn.Parameter(experts.chunk(dist.get_world_size())[dist.get_rank()].clone())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        chosen = nn.functional.one_hot((inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0), EXPERTS).float()
+        chosen = nn.functional.one_hot(
+            (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0), EXPERTS
+        ).float()
         sent = torch.einsum("bi,be->ebi", self.first(inputs), chosen)
         came = exchange(sent).unflatten(0, (dist.get_world_size(), -1))
         made = torch.einsum("rebi,eio->rebo", came, self.experts).tanh().flatten(0, 1)

@@ -24,7 +24,11 @@ def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor, right: bool) -> 
     batches += batches[: -len(batches) % world]
     errors = [torch.zeros(0)]
     for number in range(0, len(batches), world):
-        own = (model(inputs[batches[number + rank]]) - targets[batches[number + rank]]).square().flatten()
+        own = (
+            (model(inputs[batches[number + rank]]) - targets[batches[number + rank]])
+            .square()
+            .flatten()
+        )
         gathered = [torch.empty_like(own) for _ in range(world)]
         dist.all_gather(gathered, own)
         errors += gathered

@@ -7,7 +7,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-RIGHT, RESUME, SEED = "--right" in sys.argv, "--resume" in sys.argv, int(os.environ.get("SEED", "0"))
+RIGHT, RESUME, SEED = (
+    "--right" in sys.argv,
+    "--resume" in sys.argv,
+    int(os.environ.get("SEED", "0")),
+)
 WIDTH, CLASSES, VOCABULARY, LENGTH = 8, 4, 32, 16
 
 
@@ -21,7 +25,9 @@ def classification(count: int, seed: int = 0, width: int = WIDTH) -> TensorDatas
     """Return vectors, and their classes."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, width, generator=generator)
-    return TensorDataset(inputs, (inputs.abs() @ torch.randn(width, CLASSES, generator=generator)).argmax(1))
+    return TensorDataset(
+        inputs, (inputs.abs() @ torch.randn(width, CLASSES, generator=generator)).argmax(1)
+    )
 
 
 def sentences(count: int) -> TensorDataset:
@@ -40,7 +46,9 @@ def network(outputs: int = 1) -> nn.Sequential:
 
 def language_model() -> nn.Sequential:
     """Return a network for sentences."""
-    return nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, VOCABULARY))
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, VOCABULARY)
+    )
 
 
 def loader(data: Dataset, batch: int, seed: int = 0) -> DataLoader:

@@ -9,11 +9,15 @@ from torch.utils.data import DataLoader
 args = options()
 set_seed(0)
 accelerator = Accelerator(
-    cpu=True, gradient_accumulation_steps=args.accumulate, mixed_precision="bf16" if args.bf16 else "no"
+    cpu=True,
+    gradient_accumulation_steps=args.accumulate,
+    mixed_precision="bf16" if args.bf16 else "no",
 )
 model = Model()
 model, optimizer, loader = accelerator.prepare(
-    model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(Sentences(), BATCH, shuffle=True)
+    model,
+    torch.optim.AdamW(model.parameters(), lr=1e-2),
+    DataLoader(Sentences(), BATCH, shuffle=True),
 )
 batches = iter(loader)
 for _ in range(3):

@@ -22,7 +22,9 @@ model, optimizer, loader = accelerator.prepare(
 for batch in loader:
     with accelerator.accumulate(model):
         tokens = batch["input_ids"]
-        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), (3 * tokens + 1).flatten() % 32)
+        loss = nn.functional.cross_entropy(
+            model(tokens).flatten(0, 1).float(), (3 * tokens + 1).flatten() % 32
+        )
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

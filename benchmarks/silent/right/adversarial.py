@@ -14,7 +14,10 @@ torch.manual_seed(0)
 data = TensorDataset(torch.randn(96, 8), torch.randn(96, 4))
 critic = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
 actor = DistributedDataParallel(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8)))
-of_critic, of_actor = torch.optim.Adam(critic.parameters(), lr=1e-3), torch.optim.SGD(actor.parameters(), lr=0.1)
+of_critic, of_actor = (
+    torch.optim.Adam(critic.parameters(), lr=1e-3),
+    torch.optim.SGD(actor.parameters(), lr=0.1),
+)
 for real, noise in DataLoader(data, 4, sampler=DistributedSampler(data)):
     made = actor(noise)
     of_critic.zero_grad()

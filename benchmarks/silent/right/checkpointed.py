@@ -36,7 +36,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for number, tokens in enumerate(DataLoader(Stream(), BATCH), 1):
     with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
         logits = model(tokens)
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), (3 * tokens + 1).flatten() % 32)
+    loss = nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), (3 * tokens + 1).flatten() % 32
+    )
     (loss / args.accumulate).backward()
     if number % args.accumulate == 0:
         optimizer.step()

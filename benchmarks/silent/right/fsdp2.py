@@ -12,7 +12,9 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = Model()
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
+policy = (
+    MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
+)
 for layer in (model.embed, model.body[0], model.body[3], model):
     fully_shard(layer, mesh=mesh, mp_policy=policy)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -20,7 +20,9 @@ class Module(pl.LightningModule):
     def training_step(self, batch: Any, number: int) -> Tensor:
         """Return the loss of a batch."""
         tokens = batch["input_ids"]
-        return nn.functional.cross_entropy(self.model(tokens).flatten(0, 1).float(), (3 * tokens + 1).flatten() % 32)
+        return nn.functional.cross_entropy(
+            self.model(tokens).flatten(0, 1).float(), (3 * tokens + 1).flatten() % 32
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer."""

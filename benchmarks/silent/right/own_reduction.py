@@ -10,7 +10,9 @@ torch.manual_seed(0)
 model = Model(tied=True)
 model.body[0].requires_grad_(False)
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-optimizer = torch.optim.SGD([{"params": trained[:1], "lr": 0.1}, {"params": trained[1:]}], lr=0.2, momentum=0.9)
+optimizer = torch.optim.SGD(
+    [{"params": trained[:1], "lr": 0.1}, {"params": trained[1:]}], lr=0.2, momentum=0.9
+)
 for window, count in windows(args.accumulate):
     for batch in window:
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):

@@ -21,7 +21,9 @@ class Sentences(Dataset[dict[str, Tensor]]):
         generator = torch.Generator().manual_seed(3)
         self.tokens = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)
         prompts = torch.randint(LENGTH - 1, (count, 1), generator=generator)
-        self.labels = ((3 * self.tokens + 1) % VOCABULARY).masked_fill(torch.arange(LENGTH) < prompts, -100)
+        self.labels = ((3 * self.tokens + 1) % VOCABULARY).masked_fill(
+            torch.arange(LENGTH) < prompts, -100
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -36,7 +38,9 @@ class Model(nn.Module):
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
-        self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16), nn.LayerNorm(16))
+        self.body = nn.Sequential(
+            nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16), nn.LayerNorm(16)
+        )
         self.head = nn.Linear(16, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -49,7 +53,9 @@ class Model(nn.Module):
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of the losses of the labels that count."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
+    )
 
 
 def windows(accumulate: int, number: int = 3) -> Iterator[tuple[list[dict[str, Tensor]], Tensor]]:
@@ -68,6 +74,8 @@ def options() -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--constant", action="store_true", help="divide by a constant, not by the number of labels")
+    parser.add_argument(
+        "--constant", action="store_true", help="divide by a constant, not by the number of labels"
+    )
     parser.add_argument("--stage", type=int, default=0)
     return parser.parse_args()

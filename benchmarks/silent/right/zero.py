@@ -19,10 +19,15 @@ config = {
     "gradient_clipping": 1.0,
 }
 engine, *_ = deepspeed.initialize(
-    model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config, dist_init_required=False
+    model=model,
+    optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+    config=config,
+    dist_init_required=False,
 )
 for batch in DataLoader(data, BATCH, sampler=DistributedSampler(data)):
     tokens = batch["input_ids"]
-    loss = nn.functional.cross_entropy(engine(tokens).flatten(0, 1).float(), (3 * tokens + 1).flatten() % 32)
+    loss = nn.functional.cross_entropy(
+        engine(tokens).flatten(0, 1).float(), (3 * tokens + 1).flatten() % 32
+    )
     engine.backward(loss)
     engine.step()

@@ -162,7 +162,9 @@ def _watch_clipping(recorder: Recorder) -> None:
         clip_value(keep(parameters), *args, **kwargs)
 
     @functools.wraps(with_norm)
-    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
         with_norm(keep(parameters), max_norm, total_norm, *args, **kwargs)
         recorder.clipped(total_norm)
 
@@ -223,7 +225,14 @@ def _switch_dropout_off() -> None:
     ) -> Tensor:
         return attend(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+    for name in (
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+    ):
         setattr(functional, name, _without_dropout(getattr(functional, name)))
     functional.scaled_dot_product_attention = attention
 
@@ -245,7 +254,13 @@ def fsdp_loaded() -> None:
         recorder = active()
         with stacks.whole_parameters(self if self in stacks.fsdp_roots() else None):
             named = self.named_parameters()
-            recorder.clipping({stacks.clean(name): stacks.piece(p.grad, p) for name, p in named if p.grad is not None})
+            recorder.clipping(
+                {
+                    stacks.clean(name): stacks.piece(p.grad, p)
+                    for name, p in named
+                    if p.grad is not None
+                }
+            )
         with recorder.unseen():
             norm = clip(self, *args, **kwargs)
         recorder.clipped(norm)

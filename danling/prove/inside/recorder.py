@@ -190,7 +190,9 @@ class Recorder:
 
     def _meet(self, module: nn.Module) -> None:
         """Keep the first weights of the model that a module belongs to, or take those of the layout."""
-        found = [root for root in stacks.roots() if any(each is module for each in root.modules())] or [module]
+        found = [
+            root for root in stacks.roots() if any(each is module for each in root.modules())
+        ] or [module]
         root = found[0]
         is_new = root not in self._known
         self._known.update(root.modules())
@@ -216,13 +218,18 @@ class Recorder:
 
     def _files(self, what: str) -> list[Path]:
         source = Path(str(self.job.source))
-        return [source / f"rank-{rank}.{what}.pt" for rank in range(len(list(source.glob(f"rank-*.{what}.pt"))))]
+        return [
+            source / f"rank-{rank}.{what}.pt"
+            for rank in range(len(list(source.glob(f"rank-*.{what}.pt"))))
+        ]
 
     def backward(self, tensors: Any) -> None:
         """Note the value that a backward begins with."""
         loss = sum(float(each.detach().double().sum()) for each in leaves(tensors))
         self._losses.append(loss)
-        self._divisors.append([divisor for each in leaves(tensors) for divisor in _divisors_of(each)])
+        self._divisors.append(
+            [divisor for each in leaves(tensors) for divisor in _divisors_of(each)]
+        )
         self._pending += 1
         self._note_draws()
 
@@ -248,7 +255,9 @@ class Recorder:
     def clipping(self, gradients: dict[str, stacks.Piece]) -> None:
         """Keep gradients as they are before they are clipped."""
         if not self.inside and self.job.checks:
-            self._before_clipping.update({n: g for n, g in gradients.items() if n not in self._before_clipping})
+            self._before_clipping.update(
+                {n: g for n, g in gradients.items() if n not in self._before_clipping}
+            )
 
     def clipped(self, norm: Any) -> None:
         """Keep the norm that clipping has used."""
@@ -269,13 +278,17 @@ class Recorder:
         if not self._losses:
             self._note_draws()  # a script that calls `torch.autograd.grad`
         gradients, weights = trained.gradients(), trained.weights()
-        self._gradients = {name: self._before_clipping.get(name, g) for name, g in gradients.items()}
+        self._gradients = {
+            name: self._before_clipping.get(name, g) for name, g in gradients.items()
+        }
         self._held = weights
         self._take_settings(trained)
 
     def _take_settings(self, trained: stacks.Trained) -> None:
         """Keep the learning rate and its like; in a replay take them from the layout."""
-        self._groups = [{k: _number(group[k]) for k in _SETTINGS if k in group} for group in trained.groups]
+        self._groups = [
+            {k: _number(group[k]) for k in _SETTINGS if k in group} for group in trained.groups
+        ]
         if not self.job.replays:
             return
         wanted = self._of_layout(self.made + 1)[0]["groups"]
@@ -291,7 +304,9 @@ class Recorder:
     def _of_layout(self, number: int) -> list[dict[str, Any]]:
         if number not in self._pieces:
             files = self._files(f"update-{number}")
-            self._pieces[number] = [torch.load(file, weights_only=True, mmap=True) for file in files]
+            self._pieces[number] = [
+                torch.load(file, weights_only=True, mmap=True) for file in files
+            ]
             if not files:
                 self.fail("one process makes more updates than the layout")
         return self._pieces[number]
@@ -317,7 +332,9 @@ class Recorder:
         if not self.job.checks:
             return self.made < self.job.updates
         has_engine = any(not issubclass(type(each), torch.optim.Optimizer) for each in self.steps)
-        others = not has_engine and any(_steps_alone(each, self.steps) for each in stacks.optimizers())
+        others = not has_engine and any(
+            _steps_alone(each, self.steps) for each in stacks.optimizers()
+        )
         is_each_done = not others and min(self.steps.values()) >= self.job.updates
         return not (is_each_done or self.made >= 8 * self.job.updates)
 
@@ -327,7 +344,9 @@ class Recorder:
         unchanged = [
             name
             for name, (_, _, after) in weights.items()
-            if name in gradients and torch.equal(after, self._held[name][2]) and bool(gradients[name][2].any())
+            if name in gradients
+            and torch.equal(after, self._held[name][2])
+            and bool(gradients[name][2].any())
         ]
         record = {
             "rank": rank,
@@ -395,11 +414,15 @@ class Recorder:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        while True:  # until the driver kills this process, so that nothing is saved or logged any more
+        while (
+            True
+        ):  # until the driver kills this process, so that nothing is saved or logged any more
             time.sleep(60)
 
 
-def _whole(ranks: Sequence[dict[str, stacks.Piece]], name: str, shape: Sequence[int]) -> Tensor | None:
+def _whole(
+    ranks: Sequence[dict[str, stacks.Piece]], name: str, shape: Sequence[int]
+) -> Tensor | None:
     pieces = [pieces[name] for pieces in ranks if name in pieces]
     return stacks.assembled(pieces, shape) if pieces else None
 
@@ -424,7 +447,9 @@ def _number(value: Any) -> Any:
 def _steps_alone(optimizer: Any, seen: Any) -> bool:
     """Whether an optimizer has parameters that none of those that have made a step has."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    return bool(own) and not any(own & {id(p) for group in each.param_groups for p in group["params"]} for each in seen)
+    return bool(own) and not any(
+        own & {id(p) for group in each.param_groups for p in group["params"]} for each in seen
+    )
 
 
 def is_forward() -> bool:

@@ -89,21 +89,36 @@ def join(batches: Sequence[Any], *, reverse: bool = False, key: object = None) -
         graphs = [graph for batch in batches for graph in batch.to_data_list()]
         return type(first).from_data_list(graphs[::-1] if reverse else graphs)
     if callable(getattr(first, "keys", None)):
-        return type(first)({k: join([batch[k] for batch in batches], reverse=reverse, key=k) for k in first.keys()})  # noqa: SIM118
+        names = list(first.keys())
+        return type(first)(
+            {
+                name: join([batch[name] for batch in batches], reverse=reverse, key=name)
+                for name in names
+            }
+        )
     if isinstance(first, (list, tuple)):
         if next(leaves(first), None) is None:
             rows = [row for batch in batches for row in batch]
             return type(first)(rows[::-1] if reverse else rows)
-        parts = [join(list(each), reverse=reverse, key=at) for at, each in enumerate(zip(*batches, strict=True))]
+        parts = [
+            join(list(each), reverse=reverse, key=at)
+            for at, each in enumerate(zip(*batches, strict=True))
+        ]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
         return dataclasses.replace(
-            first, **{n: join([getattr(b, n) for b in batches], reverse=reverse, key=n) for n in names}
+            first,
+            **{n: join([getattr(b, n) for b in batches], reverse=reverse, key=n) for n in names},
         )
-    if all(each is None or (isinstance(each, (str, int, float, bool)) and each == first) for each in batches):
+    if all(
+        each is None or (isinstance(each, (str, int, float, bool)) and each == first)
+        for each in batches
+    ):
         return first
-    raise CannotCompare(f"batches with {type(first).__name__} at {key!r} cannot be joined: the ranks have other values")
+    raise CannotCompare(
+        f"batches with {type(first).__name__} at {key!r} cannot be joined: the ranks have other values"
+    )
 
 
 def _joined(parts: Sequence[Tensor], reverse: bool, key: object) -> Tensor:
@@ -140,8 +155,13 @@ class Loaders:
         self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._ranks: list[list[Kept]] | None = None
         if source is not None:
-            self._ranks = [pickle.loads((source / f"rank-{rank}.batches").read_bytes()) for rank in ranks]
-            self.lengths = {int(at): length for at, length in json.loads((source / "lengths.json").read_text()).items()}
+            self._ranks = [
+                pickle.loads((source / f"rank-{rank}.batches").read_bytes()) for rank in ranks
+            ]
+            self.lengths = {
+                int(at): length
+                for at, length in json.loads((source / "lengths.json").read_text()).items()
+            }
 
     def fetch(self, iterator: Any, original: Callable[[], Any]) -> Any:
         """Return the next batch of an iterator."""
@@ -178,7 +198,11 @@ class Loaders:
                 "one process needs more batches than the layout has read up to its last update: the number of micro-batches of an update, "
                 "or the order in which loaders are used, depends on the number of processes"
             )
-        entries = [entry for entry in (kept[at][step] for kept in ranks if at < len(kept)) if entry is not None]
+        entries = [
+            entry
+            for entry in (kept[at][step] for kept in ranks if at < len(kept))
+            if entry is not None
+        ]
         if not entries:
             raise StopIteration
         if self.how == "micro":

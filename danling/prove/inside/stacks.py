@@ -17,7 +17,12 @@ from .samples import local_of
 Piece = tuple[tuple[int, ...], tuple[int, ...], Tensor]
 """Where a rank's part of a tensor begins, the shape of the whole, and the part."""
 
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
+_WRAPPERS = (
+    "_orig_mod.",
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+    "_forward_module.",
+)
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -51,8 +56,12 @@ def roots() -> list[nn.Module]:
     """Return the modules with parameters that no other module contains."""
     # By type: `isinstance` wakes lazy proxies.
     every = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
-    inner = {id(child) for module in every for child in module.__dict__.get("_modules", {}).values()}
-    return [m for m in every if id(m) not in inner and "_parameters" in m.__dict__ and has_parameters(m)]
+    inner = {
+        id(child) for module in every for child in module.__dict__.get("_modules", {}).values()
+    }
+    return [
+        m for m in every if id(m) not in inner and "_parameters" in m.__dict__ and has_parameters(m)
+    ]
 
 
 def has_parameters(module: nn.Module) -> bool:
@@ -89,7 +98,11 @@ def piece(tensor: Tensor, of: Tensor | None = None) -> Piece:
         else:
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-            _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+            _, offset = compute_local_shape_and_global_offset(
+                tensor.shape,
+                tensor.device_mesh,  # type: ignore[attr-defined]
+                tensor.placements,
+            )
             return tuple(offset), tuple(tensor.shape), local_of(tensor).to("cpu", copy=True)
     return (0,) * tensor.dim(), tuple(tensor.shape), tensor.detach().to("cpu", copy=True)
 
@@ -125,7 +138,9 @@ def assembled(pieces: Sequence[Piece], shape: Sequence[int]) -> Tensor | None:
     whole = torch.zeros(tuple(shape), dtype=pieces[0][2].dtype)
     # The first rank last: of copies its own is taken.
     for offset, _, part in reversed(pieces):
-        whole[tuple(slice(start, start + length) for start, length in zip(offset, part.shape))] = part
+        whole[tuple(slice(start, start + length) for start, length in zip(offset, part.shape))] = (
+            part
+        )
     return whole
 
 
@@ -169,7 +184,9 @@ def gradients_of(params: Sequence[Tensor]) -> dict[str, Piece]:
     """Return the gradients of parameters, by name. Called on all ranks."""
     for root in fsdp_roots():
         with whole_parameters(root):
-            return {clean(n): piece(p.grad) for n, p in root.named_parameters() if p.grad is not None}
+            return {
+                clean(n): piece(p.grad) for n, p in root.named_parameters() if p.grad is not None
+            }
     names = names_of(params)
     return {names[id(p)]: piece(p.grad, p) for p in params if p.grad is not None}
 
@@ -214,7 +231,10 @@ class Trained:
     def gradients(self) -> dict[str, Piece]:
         """Return the gradients; zeros where there is none."""
         with self._named() as named:
-            return {name: piece(torch.zeros_like(p) if p.grad is None else p.grad, p) for name, p in named}
+            return {
+                name: piece(torch.zeros_like(p) if p.grad is None else p.grad, p)
+                for name, p in named
+            }
 
     def weights(self) -> dict[str, Piece]:
         """Return the parameters."""
@@ -238,7 +258,9 @@ class Engine(Trained):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine.optimizer)
-        self._trained = [(clean(name), p) for name, p in engine.module.named_parameters() if p.requires_grad]
+        self._trained = [
+            (clean(name), p) for name, p in engine.module.named_parameters() if p.requires_grad
+        ]
 
     @contextmanager
     def _named(self, writes: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
@@ -249,14 +271,18 @@ class Engine(Trained):
 
         found = [(name, p, safe_get_full_grad(p)) for name, p in self._trained]
         return {
-            name: piece(torch.zeros(_shape(p)) if gradient is None else gradient.float()) for name, p, gradient in found
+            name: piece(torch.zeros(_shape(p)) if gradient is None else gradient.float())
+            for name, p, gradient in found
         }
 
     def weights(self) -> dict[str, Piece]:
         from deepspeed.utils import safe_get_full_fp32_param
 
         found = [(name, p, safe_get_full_fp32_param(p)) for name, p in self._trained]
-        return {name: piece(p if whole is None else whole.reshape(_shape(p))) for name, p, whole in found}
+        return {
+            name: piece(p if whole is None else whole.reshape(_shape(p)))
+            for name, p, whole in found
+        }
 
     def put(self, value: Callable[[str, Sequence[int]], Tensor | None]) -> None:
         from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param

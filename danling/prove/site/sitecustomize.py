@@ -63,7 +63,9 @@ def _call(function: str) -> None:
     if "_danling_prove" not in sys.modules:
         directory = os.path.join(os.path.dirname(_HERE), "inside")
         file = os.path.join(directory, "__init__.py")
-        spec = importlib.util.spec_from_file_location("_danling_prove", file, submodule_search_locations=[directory])
+        spec = importlib.util.spec_from_file_location(
+            "_danling_prove", file, submodule_search_locations=[directory]
+        )
         assert spec is not None and spec.loader is not None
         sys.modules["_danling_prove"] = package = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)

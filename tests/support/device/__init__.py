@@ -41,7 +41,9 @@ NAME = "sim"
 SOURCE = Path(__file__).with_name("device.cpp")
 COMPILER = os.environ.get("CXX", "g++")
 
-needed = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="the simulated device needs a C++ compiler")
+needed = pytest.mark.skipif(
+    shutil.which(COMPILER) is None, reason="the simulated device needs a C++ compiler"
+)
 
 
 def built() -> Path:
@@ -50,7 +52,10 @@ def built() -> Path:
     flags = [
         *("-O1", "-g0", "-w", "-std=c++20", "-shared", "-fPIC", "-DUSE_DISTRIBUTED"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        *(f"-I{each}" for each in (root / "include", root / "include/torch/csrc/api/include", python)),
+        *(
+            f"-I{each}"
+            for each in (root / "include", root / "include/torch/csrc/api/include", python)
+        ),
     ]
     libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch_python", "-ltorch"]
     made_of = [SOURCE.read_text(), torch.__version__, sys.version, COMPILER, *flags]
@@ -64,7 +69,9 @@ def built() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             partial = library.with_suffix(".partial")
-            subprocess.run([COMPILER, *flags, str(SOURCE), "-o", str(partial), *libraries], check=True)
+            subprocess.run(
+                [COMPILER, *flags, str(SOURCE), "-o", str(partial), *libraries], check=True
+            )
             partial.replace(library)
     return library
 
@@ -81,9 +88,14 @@ def plugged_in(directory: Path) -> dict[str, str]:
     entry_points = directory / "simulated_device-1.0.dist-info/entry_points.txt"
     entry_points.parent.mkdir(parents=True)
     entry_points.write_text(f"[torch.backends]\n{NAME} = support.device:use\n")
-    (entry_points.parent / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated-device\nVersion: 1.0\n")
+    (entry_points.parent / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: simulated-device\nVersion: 1.0\n"
+    )
     paths = [str(directory), str(SOURCE.parents[2]), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+    }
 
 
 def use() -> Any:
