@@ -37,8 +37,8 @@ from workload import (
 
 import danling as dl
 from danling.data.keyed import KeyedDataset
+from danling.data.live import LiveLoader
 from danling.data.randomness import Generators
-from danling.data.source import LiveLoader
 from danling.training import Window
 from danling.training.batch_weights import BatchLoss
 from danling.training.keys import RandomKeys

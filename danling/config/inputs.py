@@ -26,21 +26,9 @@ from danling.utils.messages import did_you_mean, number_hint
 from danling.utils.plain import NUMBER, NUMBER_BEGINS, check_yaml, parse_json, with_plain_numbers
 from danling.utils.process import ERROR_FILE, first_failure
 
+from .hints import SEQUENCES, conform, describe, kind_of, members_of
 from .names import FILE_SECTIONS
-from .sections import (
-    MISSING,
-    SEQUENCES,
-    Config,
-    Section,
-    YamlLoader,
-    conform,
-    describe,
-    fields_of,
-    kind_of,
-    members_of,
-    of_chanfig,
-    owners_of,
-)
+from .sections import MISSING, Config, Section, YamlLoader, fields_of, of_chanfig, owners_of
 
 if TYPE_CHECKING:
     from .runner_config import RunnerConfig

@@ -6,18 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from .hints import SEQUENCES, Bounds, kind_of, members_of
 from .inputs import help_texts
 from .runner_config import RunnerConfig
-from .sections import (
-    MISSING,
-    SEQUENCES,
-    Bounds,
-    ClosedSection,
-    Field,
-    fields_of,
-    kind_of,
-    members_of,
-)
+from .sections import MISSING, ClosedSection, Field, fields_of
 
 _TYPES: dict[Any, str] = {
     type(None): "null",

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, overload
 
-from .sections import (
-    Bounds,
-    ClosedSection,
-    NonNegativeFloat,
-    NonNegativeInt,
-    OpenSection,
-    PositiveFloat,
-    PositiveInt,
-)
+from .hints import Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .sections import ClosedSection, OpenSection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

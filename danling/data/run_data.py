@@ -12,13 +12,14 @@ from torch.utils.data import IterableDataset
 from danling.utils.hooks import is_overridden
 from danling.utils.messages import did_you_mean, nearest
 
-from .build import AUTO, SIZES, build_dataloader, divide_updates, order_setting
+from .build import AUTO, build_dataloader, divide_updates, order_setting
 from .comparison import series_of
 from .datamodule import LoaderSettings
 from .dataset_state import get_states, is_equal, set_states
 from .loader import DataLoader, KeyedLoader
 from .sampler import Division, Share
 from .source import BatchSource, LoaderContext, UpdateLoader, open_source
+from .split_settings import ORDER, divide_section, merge_settings, without_order
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
@@ -31,13 +32,6 @@ DividedSettings = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
 
 _NOT_EVALUATED = ("train", "infer", "predict")
 _SCORED_FIRST = ("val", "validate", "validation", "valid", "dev")
-_OF_TRAINING = ("shuffle", "drop_last", "sampler", "batch_sampler")
-"""Settings of order and dropping. Those that all splits share, and those of a split to train on, hold for training: an evaluation reads
-every sample once, in the order of the dataset."""
-_OF_WORKERS = frozenset(
-    {"persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"}
-)
-"""Settings of worker processes, which are errors without workers."""
 
 
 class RunData:
@@ -95,16 +89,16 @@ class RunData:
 
     def to_train(self) -> list[str]:
         """Return the splits to train on: those of the setting `train_splits`, else those whose name starts with `train`."""
-        asked = self._run.config.get("train_splits", None)
+        asked = self._run.config.train_splits
         if asked is None:
             return [name for name in self.names if name.startswith("train")]
         return self._checked(asked, "train_splits")
 
     def to_evaluate(self) -> list[str]:
         """Return the splits of the setting `evaluate_splits`, else all but those to train on, those named so and those for inference."""
-        asked = self._run.config.get("evaluate_splits", None)
+        asked = self._run.config.evaluate_splits
         if asked is None:
-            trained = self._run.config.get("train_splits", None) or ()
+            trained = self._run.config.train_splits or ()
             return [
                 name
                 for name in self.names
@@ -120,7 +114,7 @@ class RunData:
     def to_score(self, evaluated: Sequence[str]) -> str | None:
         """Return the split whose metrics select the best checkpoint: that of the setting, else the one named like a validation set,
         else the first one evaluated."""
-        asked = self._run.config.get("score_split", None)
+        asked = self._run.config.score_split
         if asked is not None:
             return str(asked)
         name = self._run.config.score_name
@@ -145,16 +139,14 @@ class RunData:
         Raises:
             ValueError: If there is none, or one is unknown or named twice.
         """
-        if not (
-            asked is None or isinstance(asked, Collection)
-        ):  # a loader would be read to its end
-            raise self._no_name(asked)
         if asked is None:
             names = list(default)
         elif isinstance(asked, str):
             names = [asked]
-        else:
+        elif isinstance(asked, Collection):
             names = list(asked)
+        else:  # a loader, which a list of it would read to its end
+            raise self._no_name(asked)
         if not names:
             near = nearest("train", self.names) if verb == "train on" else None
             hint = f" Did you mean 'train' instead of {near!r}?" if near else ""
@@ -179,20 +171,16 @@ class RunData:
 
     def settings(self, split: str, *, of_dataset: bool = True) -> dict[str, Any]:
         """Return the settings under `dataloader` with those that a dataset comes with, and the overrides of the split, merged in."""
-        section = self._run.config.get("dataloader", None)
-        given = dict(section.items()) if section else {}
-        own = given.get(split)
-        names = self.names
+        merged, own = divide_section(self._run.config.dataloader, split, self.names)
         is_trained = split in self.to_train()
-        merged: dict[str, Any] = {key: value for key, value in given.items() if key not in names}
         if not is_trained:
-            merged = _without_order(merged)
+            merged = without_order(merged)
         dataset = self._run.datasets.get(split)
         if of_dataset and isinstance(dataset, LoaderSettings):
             merged = merge_settings(merged, dataset.settings)
-        merged = merge_settings(merged, dict(own.items()) if isinstance(own, Mapping) else {})
+        merged = merge_settings(merged, own)
         if is_trained and self._reads_once:
-            return _without_order(merged)
+            return without_order(merged)
         if self._divided is None or not is_trained:
             return merged
         has_order = any(merged.get(name) is not None for name in ("sampler", "batch_sampler"))
@@ -203,22 +191,17 @@ class RunData:
 
     def settings_of_training(self, split: str) -> list[str]:
         """Return the settings of order and dropping that are given for training and do not hold in an evaluation of a split."""
-        section = self._run.config.get("dataloader", None)
-        common = dict(section.items()) if section else {}
-        section = common.get(split)
-        own: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
+        common, own = divide_section(self._run.config.dataloader, split, self.names)
         if split in self.to_train():
             places = {"dataloader": common, f"dataloader.{split}": own}
             return [
                 f"{place}.{key}"
                 for place, given in places.items()
-                for key in _OF_TRAINING
+                for key in ORDER
                 if given.get(key)
             ]
         decided = self.settings(split)
-        return [
-            f"dataloader.{key}" for key in _OF_TRAINING if common.get(key) and key not in decided
-        ]
+        return [f"dataloader.{key}" for key in ORDER if common.get(key) and key not in decided]
 
     @contextmanager
     def reading_once(self) -> Iterator[None]:
@@ -257,7 +240,7 @@ class RunData:
             `None` where batches have their own size, and `accum_steps` of them make an update.
         """
         if split is None:
-            split = next(iter(self._run.train_splits), None) if self.names else None
+            split = self._first_to_train()
         if split is None:
             return None
         loader = self._run.dataloaders.get(split)
@@ -270,13 +253,17 @@ class RunData:
             train=True,
             world_size=self._share(split).world_size,
             accum_steps=int(config.accum_steps),
-            canonical=config.get("gradient_sum", None) == "canonical",
+            canonical=config.gradient_sum == "canonical",
         )[1]
+
+    def _first_to_train(self) -> str | None:
+        # Before there are data, a name in `train_splits` is not known yet, which is no error then.
+        return next(iter(self._run.train_splits), None) if self.names else None
 
     @property
     def batch_size(self) -> int | None:
         """Batch size of a rank on the first split to train on, or the most samples that it holds at once; `None` when not known."""
-        split = next(iter(self._run.train_splits), None) or next(iter(self._run.dataloaders), None)
+        split = self._first_to_train() or next(iter(self._run.dataloaders), None)
         if split is None:
             return None
         if (division := self.division()) is not None:
@@ -287,12 +274,11 @@ class RunData:
     @property
     def finds_micro_batch_size(self) -> bool:
         """Whether the micro-batches of a split to train on are halved when memory runs out."""
-        built = (
-            [split for split in self._run.train_splits if split in self._run.datasets]
-            if self.names
-            else []
+        return bool(self._run.datasets) and any(
+            self.settings(split).get("micro_batch_size") == AUTO
+            for split in self._run.train_splits
+            if split in self._run.datasets
         )
-        return any(self.settings(split).get("micro_batch_size") == AUTO for split in built)
 
     def limit_micro_batch(self, samples: int | None) -> None:
         """Cut updates so that a rank holds at most so many samples at once, where their size is to be found."""
@@ -301,7 +287,7 @@ class RunData:
         for split in self._run.train_splits:
             loader = self._run.dataloaders.get(split)
             if isinstance(loader, DataLoader) and loader.division is not None:
-                loader.limit_micro_batch(samples or 1)
+                loader.limit_micro_batch(max(samples, 1))
 
     # Lengths
 
@@ -659,23 +645,3 @@ class RunData:
         """Do the same for the positions that the run was restored to."""
         for loader in self.update_loaders().values():
             loader.commit_state(loader.state_dict())
-
-
-def _without_order(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value for name, value in settings.items() if name not in (*_OF_TRAINING, "own_state")
-    }
-
-
-def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of one split over those that all splits share.
-
-    A batch size in the split's own section replaces the other kind of batch size in the common section. Settings of workers in
-    the common section do not apply to a split without workers.
-    """
-    replaced: set[str] = set(_OF_WORKERS) if own.get("num_workers") == 0 else set()
-    if own.get("batch_size") is not None:
-        replaced |= SIZES
-    if own.get("global_batch_size") is not None:
-        replaced.add("batch_size")
-    return {**{name: value for name, value in common.items() if name not in replaced}, **own}

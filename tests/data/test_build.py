@@ -13,7 +13,7 @@ from torch.utils.data._utils.collate import default_convert
 
 from danling.data import DataLoader, build_dataloader, from_datamodule
 from danling.data.build import order_setting
-from danling.data.run_data import merge_settings
+from danling.data.split_settings import merge_settings
 
 
 def build(

@@ -12,21 +12,12 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from danling.config import RunnerConfig
 from danling.data import PLACEHOLDER, build_dataloader, open_source
 from danling.data.run_data import RunData
 from danling.distributed import LocalDomain, Placement
 from danling.stream import MemoryChannel, MemoryStore, StreamLoader
 from danling.training import TrainingSession
-
-
-class Settings(dict[str, Any]):
-    """A configuration of plain values."""
-
-    @property
-    def accum_steps(self) -> int:
-        return int(self.get("accum_steps", 1))
-
-    gradient_sum, score_name = "fast", "loss"
 
 
 class Run:
@@ -38,7 +29,7 @@ class Run:
     def __init__(self, *datasets: str, ranks: int = 1, **settings: Any) -> None:
         self.datasets: dict[str, Any] = {name: points(12) for name in datasets}
         self.dataloaders: dict[str, Any] = {}
-        self.config = Settings(settings)
+        self.config = RunnerConfig(settings)
         self.state = SimpleNamespace(train=SimpleNamespace(epoch=0))
         domain = LocalDomain()
         domain.size = ranks
