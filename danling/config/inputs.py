@@ -303,6 +303,15 @@ def split_options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
     return options
 
 
+def refuse_negation(config: Section, name: str) -> None:
+    """Refuse `--no-KEY`, as other programs switch a key off: it would be a key, or a section, of its own."""
+    parts = name.replace("-", "_").split(".")
+    asked = ".".join(part.removeprefix("no_") for part in parts)
+    is_new = ".".join(parts) not in config and parts[0] not in config
+    if is_new and asked.partition(".")[0] in config:
+        raise ValueError(f"Expected --KEY VALUE. Received: --{name}. Write --{asked} false.")
+
+
 def set_option(config: Section, key: str, words: list[str]) -> None:
     """Set one key from the words after it: by its declared type, else by the type of its present value, else by their form."""
     existing = config.get(key, MISSING)

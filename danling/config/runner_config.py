@@ -26,6 +26,7 @@ from .inputs import (
     as_mapping,
     help_text,
     read_settings,
+    refuse_negation,
     set_option,
     split_options,
     usage_errors,
@@ -316,6 +317,7 @@ class RunnerConfig(TopLevelConfig):
             for name, given in options:
                 if name not in ("config", default_config):
                     key = name if name in self else name.replace("-", "_")
+                    refuse_negation(self, name)
                     self._refuse_undeclared({key: None}, " ".join((f"--{name}", *given)))
                     set_option(self, key, given)
         if of_program:

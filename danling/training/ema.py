@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal
@@ -209,7 +209,23 @@ class EMA:
             missing = sorted(self.weights.keys() - weights.keys())
             unexpected = sorted(weights.keys() - self.weights.keys())
             raise CheckpointMismatch(
-                f"Expected averaged weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]}."
+                f"Expected averaged weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]}. To begin those "
+                "that are new from this model's weights, or to leave out what it lacks, add "
+                f"{entries_of('ema.weights', missing + unexpected)} to checkpoint.exclude_from_loading, next to the entry of `model`."
+            )
+        shapes = {
+            name: (tuple(tensor.shape), tuple(self.weights[name].shape))
+            for name, tensor in weights.items()
+            if name not in self._owners and tensor.shape != self.weights[name].shape
+        }
+        if shapes:
+            listed = ", ".join(
+                f"{name} of {stored}, here {own}"
+                for name, (stored, own) in list(shapes.items())[:5]
+            )
+            raise CheckpointMismatch(
+                f"Expected averaged weights of this model's shapes. Received: {listed} ({len(shapes)} in all). To begin them from "
+                f"this model's, add {entries_of('ema.weights', shapes)} to checkpoint.exclude_from_loading, next to the entry of `model`."
             )
         self._see_buffers()
         for name, tensor in weights.items():
@@ -222,6 +238,12 @@ class EMA:
             # Those of the checkpoint are averages.
             for name in self._owners:
                 self.weights[name].copy_(self._live[name])
+
+
+def entries_of(component: str, names: Iterable[str]) -> str:
+    """Return entries of checkpoint.exclude_from_loading for the modules of some weights."""
+    entries = sorted({f"{component}.{name.rpartition('.')[0] or name}" for name in names})
+    return ", ".join(map(repr, entries[:5]))
 
 
 def _can_average(tensor: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from danling.optim.state import (
 )
 from danling.utils.tensors import canonical_name, local_part, whole
 
-from .ema import EMA
+from .ema import EMA, entries_of
 from .tied_weights import with_tied_names
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class ModelStates:
             raise CheckpointMismatch(
                 f"Expected the weights of this model. Received: missing={missing[:5]}, unexpected={unexpected[:5]} "
                 f"({len(missing)} and {len(unexpected)} in all). Load into the model they were saved from, or rename the entries. To keep "
-                f"what is new in this model, or to leave out what it lacks, add {_entries(missing + unexpected)} to "
+                f"what is new in this model, or to leave out what it lacks, add {entries_of('model', missing + unexpected)} to "
                 "checkpoint.exclude_from_loading."
             )
         here = model.state_dict()
@@ -208,14 +208,8 @@ def _check_shapes(here: Mapping[str, object], state: Mapping[str, object]) -> No
         )
         raise CheckpointMismatch(
             f"Expected weights of this model's shapes. Received: {listed} ({len(others)} in all). To keep those of the new model, add "
-            f"{_entries(others)} to checkpoint.exclude_from_loading."
+            f"{entries_of('model', others)} to checkpoint.exclude_from_loading."
         )
-
-
-def _entries(names: Iterable[str]) -> str:
-    """Return entries of checkpoint.exclude_from_loading for the modules of some weights."""
-    entries = sorted({f"model.{name.rpartition('.')[0] or name}" for name in names})
-    return ", ".join(map(repr, entries[:5]))
 
 
 # Frozen weights: left out of checkpoints, and known again by a digest

@@ -615,6 +615,8 @@ MISTAKES = {
         "Expected --dataloader.train.batch_size to be an integer",
     ),
     "--seed 1 -steps 5": (ValueError, "Did you mean '--steps'"),
+    "--no-optim.fused": (ValueError, r"Received: --no-optim.fused. Write --optim.fused false."),
+    "--no_tensorboard": (ValueError, "Write --tensorboard false."),
     "--accum-stps 3": (ValueError, "Did you mean 'accum_steps'"),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ import pytest
 import torch
 from support.processes import run_processes
 from support.stacks import needs_deepspeed, zero
-from support.toys import differences, line_of, settings
+from support.toys import Small, differences, line_of, settings
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import danling as dl
+from danling.checkpoints import CheckpointMismatch
 from danling.training.run_state import StatePart
 from danling.utils.tensors import canonical_name, whole
 
@@ -286,3 +289,37 @@ def test_last_save_of_weights_has_averages_in_the_dtype_of_the_model_or_the_give
         for name, value in kept.items()
     }
     assert differences(stored, expected) == []
+
+
+class Headed(Small):
+    """Its head has as many outputs as the program says, and maybe a bias."""
+
+    def __init__(self, config: dict[str, Any], outputs: int, *, bias: bool) -> None:
+        super().__init__(config)
+        body, head = nn.Linear(4, 3), nn.Linear(3, outputs, bias=bias)
+        self.model = nn.Sequential(OrderedDict(body=body, head=head))
+
+
+@pytest.mark.parametrize(("outputs", "bias"), [(5, False), (2, True)], ids=["shape", "name"])
+def test_error_about_a_new_part_names_the_entry_that_leaves_its_average_out(
+    outputs: int, bias: bool, tmp_path: Path
+) -> None:
+    config = settings(tmp_path, steps=2, auto_resume=True, ema={"enabled": True, "decay": 0.5})
+    with Headed(config, 2, bias=False) as first:
+        first.train()
+    excluded = ["optimizer", "model.head"]
+    for _ in range(2):
+        more = {"steps": 4, "checkpoint": {"exclude_from_loading": list(excluded)}}
+        try:
+            second = Headed({**config, **more}, outputs, bias=bias)
+            break
+        except CheckpointMismatch as error:
+            (entry,) = re.findall("add '(.*)' to", str(error))
+            excluded.append(entry)
+    assert excluded[2:] == ["ema.weights.head"]
+    with second:
+        assert torch.equal(second.ema.weights["body.weight"], first.ema.weights["body.weight"])
+        own = second.unwrapped_model.state_dict()
+        assert torch.equal(second.ema.weights["head.weight"], own["head.weight"])
+        second.train()
+    assert second.state.train.global_step == 4
