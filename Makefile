@@ -1,5 +1,5 @@
 # Set-up needs nothing but Python (>= 3.11), its venv module, and a C++ compiler for torch.compile.
-#   make demo    set up .venv, then train a small network, kill it ten times and compare the bits (a minute)
+#   make demo    set up .venv, then train a small network, kill it ten times and compare the bits (80 seconds)
 #   make train   set up .venv (about two minutes) and train a small GPT (about four)
 #   make test    set up .venv and run the tests; make test-all the slow ones too; make test-tenth a tenth of the slow ones
 #   make test-system   the tests of checkpoints with the system's own Python; make fuzz N=10000 damages so many checkpoints

@@ -1,4 +1,4 @@
-"""A minute of what the library promises: `python -m danling.demo` trains a network, kills it ten times, and compares the bits.
+"""What the library promises, in about 80 seconds: `python -m danling.demo` trains a network, kills it ten times, and compares the bits.
 
 Two processes train the same small network on the CPU, with augmentation, dropout, AdamW, a schedule and averaged weights. One is left
 alone. The other one is killed by SIGKILL, at instants drawn at random, and started again, until ten kills have met it. At the end the

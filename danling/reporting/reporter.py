@@ -397,7 +397,7 @@ def describe_end(runner: TorchRunner, reason: str | None) -> list[str]:
     if "latest" in kept:
         lines.append(f"resume   {_how_to_resume(runner, kept['latest'], reason)}")
     if (directory / "metrics.jsonl").is_file():
-        needs = "" if is_installed("matplotlib") else "  # needs matplotlib"
+        needs = "" if is_installed("matplotlib") else "  # needs pip install matplotlib"
         lines.append(f"curves   danling plot {shlex.quote(_shown(directory))} -o curves.png{needs}")
     if kept:
         weights = shlex.quote(_shown(next(iter(kept.values()))))
@@ -424,7 +424,7 @@ def _how_to_resume(runner: TorchRunner, latest: Path, reason: str | None) -> str
     if given is None or (spec is None and file is None):  # as in a notebook
         changed = f", {more}" if more else ""
         return f"{type(runner).__name__}.from_checkpoint({_shown(latest)!r}{changed}).train()"
-    # Without torchrun's own options, such as the address of the first machine, which its processes do not know.
+    # On several machines without the other options of torchrun, which its processes do not know.
     command = launch_command(runner.world_size)
     command += ["-m", spec.name] if spec is not None else [_shown(Path(str(file)))]
     listed = runner.config.secret_keys or ()

@@ -17,6 +17,7 @@ import torch
 from danling.reporting.telemetry import memory_figures
 from danling.utils.devices import memory_stats
 from danling.utils.files import write_atomically
+from danling.utils.messages import clause
 from danling.utils.plain import json_text
 from danling.utils.process import (
     ERROR_FILE,
@@ -129,7 +130,7 @@ def _write_error_file(
     try:
         write_atomically(file, json_text({"message": message}))
     except OSError as failure:
-        logger.warning("The error file %s cannot be written: %s.", file, failure)
+        logger.warning("The error file %s cannot be written: %s.", file, clause(failure))
 
 
 _OUT_OF_MEMORY = re.compile(

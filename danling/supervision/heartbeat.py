@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from danling.utils.files import write_atomically
+from danling.utils.messages import clause
 from danling.utils.observers import Observer
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Heartbeat(Observer):
                 logger.warning(
                     "The heartbeat %s cannot be written: %s. The training continues.",
                     self.file,
-                    error,
+                    clause(error),
                 )
 
     def _write(self, status: str) -> None:

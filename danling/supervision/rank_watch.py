@@ -34,6 +34,7 @@ import torch
 from danling.distributed import collective_timeout, default_store
 from danling.reporting.rank_times import ACTIVITIES, RankTimes
 from danling.utils.files import write_atomically
+from danling.utils.messages import clause
 from danling.utils.observers import Observer
 
 if TYPE_CHECKING:
@@ -485,7 +486,8 @@ class RankWatch(Observer):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, "\n".join(texts))
         except OSError as error:
-            logger.warning("The stacks of rank %d cannot be written: %s.", self._rank, error)
+            text = clause(error)
+            logger.warning("The stacks of rank %d cannot be written: %s.", self._rank, text)
 
     # Notes of the ranks for each other
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from danling.checkpoints import CheckpointError, CheckpointManager
 from danling.utils.files import write_atomically
+from danling.utils.messages import clause
 from danling.utils.observers import Observer
 
 from .session import BY_SIGNAL, TrainingSession
@@ -117,7 +118,8 @@ class ProgressFile(Observer):
         except (OSError, ValueError) as error:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("progress.json could not be written: %s. Training continues.", error)
+                text = clause(error)
+                logger.warning("progress.json could not be written: %s. Training continues.", text)
 
     def _record(self, state: str, reason: str | None) -> dict[str, object]:
         runner, train, now = self._runner, self._runner.state.train, time.time()

@@ -56,6 +56,11 @@ def number_hint(value: object) -> str:
     return f" Write {float(percent[1]) / 100:g}, as a share of 1." if percent is not None else ""
 
 
+def clause(error: object) -> str:
+    """Return the text of an error for a sentence that goes on behind it: without the full stop that errors of this library end with."""
+    return str(error).rstrip(".")
+
+
 class Paced:
     """Says whether a line is due: the first ones are, then one in so many seconds."""
 

@@ -29,12 +29,16 @@ LAUNCH_COMMAND = "DANLING_LAUNCH_COMMAND"
 def launch_command(processes: int) -> list[str]:
     """Return the words by which a program of Python was started on so many processes, up to the name of the program.
 
-    The options of torchrun, such as the address of the first machine, are not known to the processes that it starts.
+    On several machines, other options of torchrun, such as the address of the first one, are not known to the processes that it starts.
     """
     told = os.environ.get(LAUNCH_COMMAND)
     if told:
         return [*shlex.split(told), "python"]
-    return ["python"] if processes == 1 else ["torchrun", "..."]
+    if processes == 1:
+        return ["python"]
+    here, machines = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    on_one = ["torchrun", "--nproc-per-node", here or str(processes)]
+    return on_one if machines in (None, "1") else [*on_one, "--nnodes", machines]
 
 
 def shown_by_torchrun() -> bool:

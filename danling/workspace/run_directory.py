@@ -169,7 +169,7 @@ class RunDirectory:
                 return None
             run = existing[-1]
         if len(existing) > 1 or run not in existing:
-            self.notice = f"Resuming in {run}, the newest run of this configuration."
+            self.notice = f"Resuming in {run}, the newest run with this id."
         return run
 
     def _start_in_default_place(self) -> None:
@@ -190,7 +190,7 @@ class RunDirectory:
             if number > 1:
                 before = self._family / member(self.id, number - 1)
                 self.notice = (
-                    f"{before} holds an earlier run of this configuration, which stays as it is: this one is {self.dir}. "
+                    f"{before} holds an earlier run with the same id, which stays as it is: this one is {self.dir}. "
                     "auto_resume resumes the newest."
                 )
             return

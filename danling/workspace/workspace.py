@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from danling.utils.files import clear_places, read_bytes, refuse_link, write_atomically, write_error
+from danling.utils.messages import clause
 from danling.utils.plain import json_text, to_plain, yaml_text
 from danling.utils.process import in_notebook
 from danling.utils.secrets import redact_patch, secret_values, without_secrets
@@ -345,7 +346,8 @@ class Workspace:
                 self.streams_file, json_text({name: dict(found) for name, found in streams.items()})
             )
         except OSError as error:
-            logger.warning("How far the streams of this run are could not be written: %s.", error)
+            text = clause(error)
+            logger.warning("How far the streams of this run are could not be written: %s.", text)
 
 
 def _holds(path: Path, content: bytes) -> bool:

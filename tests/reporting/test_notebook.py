@@ -115,7 +115,7 @@ def test_cells_show_a_bar_and_may_be_run_again() -> None:
     # From scratch, a cell that is run again makes a run of its own, and says so; none of them fails.
     place = first["stdout"].split()[1]
     assert second["stdout"].split()[1:] == [f"{place}-2", "2"]
-    assert "holds an earlier run of this configuration, which stays as it is" in second["stderr"]
+    assert "holds an earlier run with the same id, which stays as it is" in second["stderr"]
     assert named["stdout"].split()[1:] == ["named", "2"]
     assert again["stdout"].split()[1:] == ["named-2", "2"]
     assert "has an earlier run, which stays as it is: this one, from scratch, is" in again["stderr"]

@@ -46,6 +46,10 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
         patch.setitem(sys.modules, "__main__", main)
         patch.setattr("sys.argv", ["train.py", *(words.split("|") if words else [])])
         patch.setenv("DANLING_LAUNCH_COMMAND", more.pop("launch", ""))
+        for name, variable in (("local", "LOCAL_WORLD_SIZE"), ("machines", "GROUP_WORLD_SIZE")):
+            patch.delenv(variable, raising=False)
+            if name in more:
+                patch.setenv(variable, more.pop(name))
         if words is not None:
             config.parse()
         board = SimpleNamespace(split="val", name="acc")
@@ -72,7 +76,7 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
         (
             "--epochs|10|--resume|old.pth",
             {"world_size": 2, "progress": 0.5, "stop_reason": "terminate"},
-            "torchrun ... train.py --epochs 10 --dir 'runs/a b' --auto_resume true",
+            "torchrun --nproc-per-node 2 train.py --epochs 10 --dir 'runs/a b' --auto_resume true",
         ),
         (
             "--patience|2|--epochs=9",
@@ -96,6 +100,11 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
             "danling run --ranks 3 -- python train.py --epochs 10 --dir 'runs/a b' --auto_resume true",
         ),
         (
+            "--epochs|10",
+            {"world_size": 16, "progress": 0.5, "local": "8", "machines": "2"},
+            "torchrun --nproc-per-node 8 --nnodes 2 train.py --epochs 10 --dir 'runs/a b' --auto_resume true",
+        ),
+        (
             None,
             {},
             "Mine.from_checkpoint('runs/a b/checkpoints/latest.pth', {'epochs': 20}).train()",
@@ -112,6 +121,7 @@ def lines(run: Path, words: str | None = "", **more: Any) -> list[str]:
         "a module",
         "secrets",
         "another launcher",
+        "two machines",
         "no command line",
         "no script",
     ],
@@ -137,7 +147,7 @@ def test_commands_that_need_a_missing_package_say_so_or_do_without(
     for package in ("matplotlib", "safetensors"):
         monkeypatch.setitem(sys.modules, package, None)
     assert lines(run)[2:] == [
-        "curves   danling plot 'runs/a b' -o curves.png  # needs matplotlib",
+        "curves   danling plot 'runs/a b' -o curves.png  # needs pip install matplotlib",
         "weights  danling export 'runs/a b/checkpoints/best.pth' model.pth",
     ]
 

@@ -259,7 +259,8 @@ def test_unwritable_file_is_logged_once(
     with Blocked(settings(tmp_path, epochs=2)) as runner:
         runner.train()
     assert runner.state.train.global_step == 4
-    assert caplog.text.count("progress.json could not be written") == 1
+    (said,) = [each for each in caplog.messages if "progress.json could not be written" in each]
+    assert ".." not in said.replace(str(tmp_path), "")
     assert not list(tmp_path.glob(".progress.json*"))
 
 
