@@ -24,12 +24,17 @@ from .workers import WorkerInit
 AUTO = "auto"
 """The `micro_batch_size` that is found by trying: it is halved when memory runs out."""
 SIZES = frozenset({"global_batch_size", "micro_batch_size"})
-OWN = SIZES | {"keyed", "own_state"}
-"""Settings of a split that are not arguments of a loader."""
-SETTINGS = {*inspect.signature(TorchDataLoader).parameters, *OWN, "snapshot_every_n_steps"} - {
-    "dataset"
-}
+OWN = SIZES | {"keyed", "own_state", "snapshot_every_n_steps"}
+"""Settings of a split that are not arguments of a loader. The last one is that of a `StatefulDataLoader`, which a program makes itself."""
+SETTINGS = {*inspect.signature(TorchDataLoader).parameters, *OWN} - {"dataset"}
 """Valid names under `dataloader`: the arguments of torch's `DataLoader`, and what an update is made of."""
+_OPEN = frozenset({"sampler", "batch_sampler", "generator", "shuffle", "drop_last"})
+"""Settings that are left out where they are `None`: the library then decides."""
+_DECIDED = {
+    "batch_sampler": ("batch_size", "sampler", "shuffle", "drop_last"),
+    "sampler": ("shuffle",),
+}
+"""What an order of the user's decides, so that no setting may."""
 
 
 def build_dataloader(
@@ -70,6 +75,7 @@ def build_dataloader(
     """
     is_iterable = isinstance(dataset, IterableDataset)
     yields = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    # What can only be iterated is taken for a loader of the user's.
     is_iterable_of_batches = yields and not is_iterable
     if is_iterable_of_batches or isinstance(dataset, TorchDataLoader):
         return dataset
@@ -88,21 +94,10 @@ def build_dataloader(
     )
     options = {
         "pin_memory": device is not None and pins_memory(device.type),
-        **given,
+        **{name: value for name, value in given.items() if name not in _OPEN or value is not None},
         "keyed": keyed,
     }
-    # Choices that are left open, and what only loaders of the user's read.
-    unset = [
-        name
-        for name in ("sampler", "batch_sampler", "generator", "shuffle", "drop_last")
-        if options.get(name) is None
-    ]
-    options = {
-        name: value
-        for name, value in options.items()
-        if name not in (*unset, "snapshot_every_n_steps")
-    }
-    orders = [name for name in ("batch_sampler", "sampler") if options.get(name) is not None]
+    orders = [name for name in ("batch_sampler", "sampler") if name in options]
     divides_updates = division is not None and division.is_update
     if divides_updates and (is_iterable or orders):
         received = f"a {orders[0]}" if orders else type(dataset).__name__
@@ -123,27 +118,17 @@ def build_dataloader(
             options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
             return TorchDataLoader(dataset, **options)
         if orders:
-            decided = (
-                ("batch_size", "sampler", "shuffle", "drop_last")
-                if "batch_sampler" in orders
-                else ("shuffle",)
-            )
-            others = [name for name in decided if options.get(name)]
+            others = ", ".join(name for name in _DECIDED[orders[0]] if options.get(name))
             if others:
-                pronoun = "it" if len(others) == 1 else "them"
-                raise ValueError(f"{orders[0]} decides {', '.join(others)}: leave {pronoun} out.")
+                raise ValueError(f"{orders[0]} decides {others}. Leave out: {others}.")
             return sampled_loader(dataset, share, **options)
         if isinstance(dataset, TokenBudget):
-            if division is not None or options.get("batch_size") is not None:
-                received = (
-                    f"batch_size={options['batch_size']!r}"
-                    if division is None
-                    else "global_batch_size"
-                )
+            sizes = [name for name in ("global_batch_size", "batch_size") if settings.get(name)]
+            if sizes:
                 raise ValueError(
                     f"Expected no batch size for split {split!r}: a TokenBudget makes batches of at most {dataset.limit} tokens. Received: "
-                    f"dataloader.{received}. Set dataloader.{split}.batch_size to None; accum_steps says how many batches of each rank "
-                    "make an update."
+                    f"dataloader.{sizes[0]}={settings[sizes[0]]!r}. Set dataloader.{split}.{sizes[0]} to None; accum_steps says how many "
+                    "batches of each rank make an update."
                 )
             collate = options.get("collate_fn") or dataset.collate
             options |= {"batch_size": None, "drop_last": False, "collate_fn": collate}
@@ -153,6 +138,7 @@ def build_dataloader(
     except ValueError as error:
         if str(error).startswith("Expected"):
             raise
+        # Of torch, such as that of a `timeout` without workers: it names neither the split nor the settings.
         raise ValueError(
             f"Expected dataloader settings of split {split!r} that go together. Received: {dict(settings)}. {error}"
         ) from error
@@ -162,12 +148,12 @@ def _check_settings(
     dataset: object, settings: Mapping[str, object], *, split: str, canonical: bool
 ) -> None:
     """Refuse settings of a split that no loader of the library can have, each by itself."""
-    for name in settings:
-        if name not in SETTINGS:
-            raise ValueError(
-                f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {name!r} for split {split!r}."
-                f"{did_you_mean(name, [*SETTINGS, split])}"
-            )
+    unknown = [name for name in settings if name not in SETTINGS]
+    if unknown:
+        raise ValueError(
+            f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {unknown[0]!r} for split {split!r}."
+            f"{did_you_mean(unknown[0], [*SETTINGS, split])}"
+        )
     if settings.get("own_state"):
         raise ValueError(
             f"Expected a StatefulDataLoader in self.dataloaders[{split!r}] with dataloader.own_state=true. Received: a "
@@ -279,8 +265,7 @@ def divide_updates(
             samples, world_size, micro_batches=accum_steps, micro_batch_size=most
         )
         if not train:
-            if loading.get("batch_size") is None:
-                loading["batch_size"] = division.micro_batch_size
+            loading["batch_size"] = loading.get("batch_size") or division.micro_batch_size
             return loading, None
     loading.pop("batch_size", None)
     return loading, division

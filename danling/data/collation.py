@@ -24,6 +24,7 @@ def collate(samples: Sequence[Any]) -> Any:
         if columns is None:
             return default_collate(samples)  # type: ignore[no-untyped-call]
         return [default_collate(column) for column in columns]  # type: ignore[no-untyped-call]
+    # Of a copy of torch's table, not in it: that would change the batches of loaders that are not the library's.
     known: dict[Any, Any] = dict(default_collate_fn_map)
     known.setdefault(
         geometric.data.BaseData, lambda samples, **_: geometric.Batch.from_data_list(samples)
@@ -39,6 +40,7 @@ def _columns(samples: Sequence[Any]) -> list[tuple[Any, ...]] | None:
     """
     if type(samples[0]) is not tuple:
         return None
+    # Asked for each batch, since a program may add to the table at any time. A generator would be a call for each kind.
     for kinds in default_collate_fn_map:
         if issubclass(tuple, kinds):
             return None
@@ -70,6 +72,7 @@ def _move(value: Any, device: torch.device, non_blocking: bool) -> object:
         return value.to(device, non_blocking=non_blocking)
     if value is None or isinstance(value, (str, bytes, int, float)):
         return value
+    # A mapping or list of another class, such as the `BatchEncoding` of transformers, may move itself.
     if (
         kind not in (list, tuple, dict)
         and callable(getattr(value, "to", None))

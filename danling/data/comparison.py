@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from danling.utils.tensors import is_plain_tensor
+from danling.utils.tensors import has_strided_values, is_plain_tensor
 
 _VALUES = 64
 _PRIME = 2_654_435_761
@@ -25,12 +24,12 @@ _ITEMS = 8
 
 def describe(value: Any, depth: int = _DEPTH) -> object:
     """Return the plain values in something, and some of its tensors and arrays, to compare it with another."""
-    if isinstance(value, Tensor) and not _is_strided(value):
+    if isinstance(value, Tensor) and not has_strided_values(value):
         return str(value.dtype), str(value.layout)
-    if isinstance(value, Tensor) or type(value).__module__ == "numpy":
-        if hasattr(value, "shape"):
-            return str(value.dtype), tuple(value.shape), _values_of(value, math.prod(value.shape))
-    elif hasattr(value, "dtype") and hasattr(value, "ravel"):  # a column of a table
+    is_of_numpy = type(value).__module__ == "numpy" and hasattr(value, "shape")
+    if isinstance(value, Tensor) or is_of_numpy:
+        return str(value.dtype), tuple(value.shape), _values_of(value, math.prod(value.shape))
+    if hasattr(value, "dtype") and hasattr(value, "ravel"):  # a column of a table
         return str(value.dtype), tuple(value.shape), value.ravel()[:_VALUES].tolist()
     if isinstance(value, (str, bytes, bool, int, float, range, type(None), os.PathLike)):
         return repr(value)
@@ -132,11 +131,5 @@ def _plain(value: object) -> object:
 
 def _is_array(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return _is_strided(value) and is_plain_tensor(value) and value.dim() > 0
+        return has_strided_values(value) and is_plain_tensor(value) and value.dim() > 0
     return type(value).__module__ == "numpy" and hasattr(value, "reshape") and value.ndim > 0
-
-
-def _is_strided(value: Tensor) -> bool:
-    return value.layout == torch.strided and not (
-        value.is_nested or value.is_quantized or value.is_meta
-    )

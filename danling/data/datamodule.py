@@ -138,19 +138,19 @@ def _prepare(datamodule: Any, launch: LaunchEnvironment) -> None:
     """Call `prepare_data` where it is due, and wait for it; a failure is raised on all ranks."""
     every_node = getattr(datamodule, "prepare_data_per_node", True)
     error: Exception | None = None
+    failed = ""
     rank = launch.local_rank if every_node else launch.rank
     if rank == 0 and callable(getattr(datamodule, "prepare_data", None)):
         try:
             datamodule.prepare_data()
         except Exception as failure:
-            error = failure
-    failed = None
+            # Raised below: the other ranks wait for the outcome.
+            error, failed = failure, f"{type(failure).__name__}: {failure}"
     if launch.world_size > 1 and dist.is_initialized():
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        failed = _agreed(text, launch)
+        failed = _agreed(failed, launch)
     if error is not None:
         raise error
-    if failed is not None:
+    if failed:
         raise RuntimeError(
             f"Expected {type(datamodule).__name__}.prepare_data to succeed. Received: {failed}. See the traceback of that rank."
         )
@@ -159,17 +159,20 @@ def _prepare(datamodule: Any, launch: LaunchEnvironment) -> None:
 _rounds = count()
 
 
-def _agreed(failure: str | None, launch: LaunchEnvironment) -> str | None:
-    """Wait for all ranks, and return what failed on one of them."""
+def _agreed(failure: str, launch: LaunchEnvironment) -> str:
+    """Wait for all ranks, and return what failed on one of them.
+
+    By the store and not by a collective: preparing data may take hours, and a collective has a time limit.
+    """
     store = default_store()
     key = f"danling/prepare_data/{next(_rounds)}"
-    if failure is not None:
+    if failure:
         store.set(f"{key}/failed", f"{failure} on rank {launch.rank}")
     store.add(f"{key}/arrived", 1)
     while store.add(f"{key}/arrived", 0) < launch.world_size:
         time.sleep(_PAUSE_SECONDS)
     if not store.check([f"{key}/failed"]):
-        return None
+        return ""
     failure = bytes(store.get(f"{key}/failed")).decode()
     store.add(f"{key}/told", 1)
     # The store lives in the process of the first rank, which therefore ends only when the others have read what failed.
@@ -209,9 +212,8 @@ def _taken_over(loader: Any) -> Any:
     draws_otherwise = at_random and (
         sampler.replacement or sampler.generator is not None or sampler._num_samples is not None
     )
-    if draws_otherwise:
-        return loader
-    if not (in_turn or at_random) or sampler.data_source is not loader.dataset:
+    is_usual = (in_turn or at_random) and not draws_otherwise
+    if not is_usual or sampler.data_source is not loader.dataset:
         return loader
     settings: dict[str, Any] = {
         name: getattr(loader, name) for name in TAKEN if hasattr(loader, name)
@@ -220,6 +222,7 @@ def _taken_over(loader: Any) -> Any:
     usual = default_convert if batches is None else default_collate
     if loader.collate_fn is not usual:
         settings["collate_fn"] = loader.collate_fn
+    # Only what the program has set, so that the section `dataloader` decides all else.
     defaults = vars(TorchDataLoader(loader.dataset))
     changed = {
         name: value

@@ -69,17 +69,17 @@ def to_plain(value: Any, path: str = "state") -> object:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, (str, int, float, bool, tuple)):
-                raise TypeError(f"{path} has the key {key!r} ({type(key).__name__})")
+        odd = [key for key in value if not isinstance(key, (str, int, float, tuple))]
+        if odd:
+            raise TypeError(f"{path} has the key {odd[0]!r} ({type(odd[0]).__name__})")
         items = {key: to_plain(item, f"{path}[{key!r}]") for key, item in value.items()}
         # So that no reader takes a mapping of the user's for an encoded value.
         return {"kind": _DICT, "pairs": list(items.items())} if "kind" in items else items
     if isinstance(value, (set, frozenset)):
         node = encode_set(value)
         if MISSING in node["items"]:
-            odd = next(item for item in value if encode_key(item) is MISSING)
-            raise TypeError(f"{path} has the item {odd!r} ({type(odd).__name__})")
+            item = next(item for item in value if encode_key(item) is MISSING)
+            raise TypeError(f"{path} has the item {item!r} ({type(item).__name__})")
         return node
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         listed = [to_plain(item, f"{path}[{number}]") for number, item in enumerate(value)]
@@ -96,17 +96,16 @@ def from_plain(value: object) -> Any:
         return value.clone()
     if isinstance(value, dict):
         kind, names = value.get("kind"), value.keys()
+        # Compared with tuples: a value of the user's under this name may have no hash.
         if kind in ARRAYS and names == _NAMES_OF_ARRAY:
             return decode_array(value)
         if kind in tuple(SETS) and names == {"kind", "items"}:
             return decode_set(value)
         if kind == _DICT and names == {"kind", "pairs"}:
             return {key: from_plain(item) for key, item in value["pairs"]}
-        return (
-            _older_array(value)
-            if _OLDER_ARRAY in value
-            else {key: from_plain(item) for key, item in value.items()}
-        )
+        if _OLDER_ARRAY in value:
+            return _older_array(value)
+        return {key: from_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return type(value)(from_plain(item) for item in value)
     return value
@@ -151,16 +150,21 @@ def parts_of(dataset: Any) -> dict[str, object] | None:
     return None
 
 
-def stateful_parts(dataset: object, path: str = "dataset") -> dict[str, object]:
-    """Return the objects with a state in a dataset, by path: itself, or the datasets in torch's wrappers."""
+def _leaves(dataset: object, path: str = "") -> dict[str, object]:
+    """Return the datasets that samples are read from, by path: itself, or those in torch's wrappers."""
     parts = parts_of(dataset)
     if parts is None:
-        return {path: dataset} if is_stateful(dataset) else {}
+        return {path: dataset}
     return {
-        name: held
+        name: leaf
         for way, part in parts.items()
-        for name, held in stateful_parts(part, f"{path}{way}").items()
+        for name, leaf in _leaves(part, f"{path}{way}").items()
     }
+
+
+def stateful_parts(dataset: object) -> dict[str, object]:
+    """Return the datasets with a state in a dataset, by path."""
+    return {path: leaf for path, leaf in _leaves(dataset, "dataset").items() if is_stateful(leaf)}
 
 
 def get_states(parts: Mapping[str, Any]) -> dict[str, object]:
@@ -177,22 +181,15 @@ def set_states(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
 # What changes in a dataset without a state
 
 
-def _leaves(dataset: object, path: str = "") -> dict[str, object]:
-    """Return the datasets without a state in a dataset, by path: itself, or those in torch's wrappers."""
-    parts = parts_of(dataset)
-    if parts is None:
-        return {} if is_stateful(dataset) else {path: dataset}
-    return {
-        name: leaf
-        for way, part in parts.items()
-        for name, leaf in _leaves(part, f"{path}{way}").items()
-    }
+def _stateless(dataset: object) -> dict[str, object]:
+    """Return the datasets without a state in a dataset, by path."""
+    return {path: leaf for path, leaf in _leaves(dataset).items() if not is_stateful(leaf)}
 
 
 def plain_attributes(dataset: object) -> dict[str, object]:
     """Return the numbers and texts that are attributes of the datasets without a state in a dataset, by path: 64 of each at most."""
     found = {}
-    for path, leaf in _leaves(dataset).items():
+    for path, leaf in _stateless(dataset).items():
         plain = (
             (name, value)
             for name, value in getattr(leaf, "__dict__", {}).items()
@@ -228,19 +225,21 @@ class DatasetCopies:
     """
 
     def __init__(self, dataset: object) -> None:
-        self._marks = [_mark(leaf, _DEEPEST) for leaf in _leaves(dataset).values()]
+        self._marks = _marks(dataset)
 
     def differ_from(self, dataset: object) -> bool:
         """Return whether the dataset has changed since."""
-        return not _are_same(
-            self._marks, [_mark(leaf, _DEEPEST) for leaf in _leaves(dataset).values()]
-        )
+        return not _are_same(self._marks, _marks(dataset))
 
 
 class _Same(NamedTuple):
     """An object that is compared by identity."""
 
     value: object
+
+
+def _marks(dataset: object) -> list[tuple[Any, ...]]:
+    return [_mark(leaf, _DEEPEST) for leaf in _stateless(dataset).values()]
 
 
 def _mark(value: Any, depth: int) -> tuple[Any, ...]:

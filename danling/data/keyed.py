@@ -62,7 +62,8 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         self.draws = not draws_nothing(dataset)
         self.by_sample = self.draws and by == "sample"
         self.reads_batches = reads_batches(dataset) and not self.by_sample
-        self._generators: Generators | None = None
+        self._generators: Any = None
+        """Those to seed; `None` where nothing draws."""
         self._epoch = -1
         self._base = 0
         self._parts: dict[str, Any] = {}
@@ -84,6 +85,7 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         """Return the items of a key, or what `collate_fn` makes of them."""
         is_first, self._epoch = key.epoch != self._epoch, key.epoch
         if is_first:
+            # In this process the state is saved with the position; only copies in workers may not change it.
             self._parts = stateful_parts(self.dataset) if get_worker_info() is not None else {}
             self._found = get_states(self._parts)
             if self.draws or self.collate_fn is not None:
@@ -105,9 +107,8 @@ class KeyedDataset(WorkersView, Dataset[Any]):
 
     def _read(self, key: BatchKey, single: bool) -> object:
         dataset, indices = self.dataset, key.indices
-        generators = self._generators
-        if generators is not None:
-            generators.seed(mix_seed(self._base, key.position))
+        if self._generators is not None:
+            self._generators.seed(mix_seed(self._base, key.position))
         index: object = None
         try:
             if single:
@@ -115,15 +116,12 @@ class KeyedDataset(WorkersView, Dataset[Any]):
                 items = dataset[index]
             elif self.reads_batches:
                 items = dataset.__getitems__(list(indices))
-            elif not self.by_sample or generators is None:
-                items = []
-                for index in indices:
-                    items.append(dataset[index])
             else:
+                # A loop, so that an error below knows the index.
                 items = []
                 for position, index in enumerate(indices, key.position):
-                    if items:
-                        generators.seed(mix_seed(self._base, position))
+                    if self.by_sample and items:  # the first one has the seed of the batch
+                        self._generators.seed(mix_seed(self._base, position))
                     items.append(dataset[index])
         except StopIteration as error:  # with which a pass would end in silence
             raise RuntimeError(
@@ -243,6 +241,7 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
         if self._worker in self.states:
             self._go_to(self.states[self._worker])
         if self._worker < self.first:
+            # torch asks the workers in turn from the first one on; the pass was left when it was the turn of another one.
             yield self._worker, None, None
         size = self.size or 1
         while len(items := self._take(size)) == size or (items and not self.drop_last):
@@ -312,7 +311,7 @@ class KeyedStream(WorkersView, IterableDataset[Any]):
         if dataset is not None:
             self._read.load_state_dict(from_plain(dataset))
         if place["over"] or place["epoch"] != self.epoch:
-            # A dataset may be at its beginning again by then.
+            # This worker's part of the pass has been read. A dataset may be at its beginning again by then.
             self._over = bool(place["over"] or items)
             if place["over"] and place["epoch"] == self.epoch:
                 self._end = place
@@ -346,7 +345,7 @@ def _of_datasets(dataset: object) -> bool:
 
 
 def _twin(dataset: object) -> Any:
-    # `copy.copy` would share the attributes, see its `__setstate__`.
+    # `copy.copy` of such a dataset shares one dictionary of attributes, by its `__setstate__`.
     twin = object.__new__(type(dataset))
     vars(twin).update(vars(dataset))
     return twin

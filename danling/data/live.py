@@ -80,12 +80,12 @@ class LiveLoader:
     def micro_batches(self, *, read: bool) -> Iterator[Batch]:
         """Yield the batches from the position on; without reading, placeholders without end."""
         if not read:
-            yield from (
-                Batch(PLACEHOLDER, None, None, place=(self.rank, number))
-                for number in count(self.consumed)
-            )
+            # Without end: only the ranks that read know when the pass is over.
+            for number in count(self.consumed):
+                yield Batch(PLACEHOLDER, None, None, place=(self.rank, number))
         if self._exhausted:
             return
+        # An iterator that is further than the position has batches that were read for an update which was not made.
         if self._live is None or self._fetched != self.consumed:
             self._live = self._go_on() if self.kind == "stateful" else self._read_again()
         try:
@@ -121,27 +121,23 @@ class LiveLoader:
     def _iterate(self) -> Iterator[Any]:
         """Return the loader's iterator, at the beginning of the pass or at the state that the loader has loaded."""
         loader = self.loader
+        dataset = getattr(loader, "dataset", None)
         batch_sampler = getattr(loader, "batch_sampler", None)
-        holders = (
-            loader,
+        samplers: tuple[Any, ...] = (
             getattr(loader, "sampler", None),
             batch_sampler,
             getattr(batch_sampler, "sampler", None),
         )
-        for holder in {
-            id(holder): holder for holder in (*holders, getattr(loader, "dataset", None))
-        }.values():
-            set_epoch = getattr(holder, "set_epoch", None)
-            if not callable(set_epoch):
-                continue
-            if holder is getattr(loader, "dataset", None):
-                self.set_by_epoch |= set_epoch_of(holder, self.epoch)
-            else:
-                set_epoch(self.epoch)
+        # Each object once: a loader may be its own sampler, and a batch sampler has the sampler of the loader.
+        holders = {id(each): each for each in (loader, *samplers) if each is not dataset}
+        for holder in holders.values():
+            if callable(getattr(holder, "set_epoch", None)):
+                holder.set_epoch(self.epoch)
+        if callable(getattr(dataset, "set_epoch", None)):
+            self.set_by_epoch |= set_epoch_of(dataset, self.epoch)
         if getattr(loader, "persistent_workers", False):
-            shut_down_workers(
-                loader
-            )  # what they read would depend on what they read in earlier passes
+            # What they read would depend on what they read in earlier passes.
+            shut_down_workers(loader)
         if self._seeds:
             self._generators = Generators({"loader": loader})
         self._generators.seed(self._derived("order"))
@@ -213,9 +209,8 @@ class LiveLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
         if self._ahead is None and self._live is not None and self._may_be_over():
-            before = copy.deepcopy(
-                self._place()
-            )  # a dataset may go on changing the values of its state
+            # Copied, since a dataset may go on changing the values of its state.
+            before = copy.deepcopy(self._place())
             try:
                 batch = self._fetch(self._live, self._fetched)
             except Exception as error:  # it concerns the reader of that batch, not the save
@@ -236,15 +231,15 @@ class LiveLoader:
             "epoch": self.epoch,
             "consumed": self.consumed,
             "exhausted": self._exhausted,
+            "seed": self.seed,
+            "world_size": self.world_size,
         }
-        state |= {"seed": self.seed, "world_size": self.world_size}
         if self.kind == "counted":
             return state
-        own = (
-            self.loader.state_dict()
-            if self._pending is None and self._was_iterated
-            else self._pending
-        )
+        own = self._pending
+        # A loader that was never iterated may have no state yet.
+        if own is None and self._was_iterated:
+            own = self.loader.state_dict()
         return {**state, "workers": getattr(self.loader, "num_workers", None), "loader": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -254,16 +249,14 @@ class LiveLoader:
             ValueError: If workers keep parts of it, and there is another number of them.
         """
         loader = self.loader
-        is_stream = isinstance(self.loader, StreamLoader)
-        if self.kind == "stateful":
-            workers = getattr(loader, "num_workers", None)
-            by_worker = is_stream or isinstance(loader, of_torchdata("StatefulDataLoader"))
-            if by_worker and state["loader"] is not None and state["workers"] != workers:
-                raise ValueError(
-                    f"Expected num_workers={state['workers']} for the loader of split {self.split!r}, as when its state was saved: each "
-                    f"worker keeps a part of it. Received: num_workers={workers}. Restore the number, or let the library build the loader "
-                    "from a map-style dataset."
-                )
+        is_stream = isinstance(loader, StreamLoader)
+        by_worker = is_stream or isinstance(loader, of_torchdata("StatefulDataLoader"))
+        if by_worker and state["loader"] is not None and state["workers"] != loader.num_workers:
+            raise ValueError(
+                f"Expected num_workers={state['workers']} for the loader of split {self.split!r}, as when its state was saved: each "
+                f"worker keeps a part of it. Received: num_workers={loader.num_workers}. Restore the number, or let the library build the "
+                "loader from a map-style dataset."
+            )
         self.set_epoch(state["epoch"])
         self.consumed, self._exhausted, self.seed = (
             state["consumed"],

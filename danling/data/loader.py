@@ -54,8 +54,10 @@ class LibraryLoader(TorchDataLoader[Any]):
     ) -> None:
         super().__init__(
             dataset,  # type: ignore[arg-type]
+            # With a batch sampler torch takes only 1.
             batch_size=1 if "batch_sampler" in settings else None,
             worker_init_fn=WorkerInit(worker_init_fn),
+            # torch would draw the seeds of its workers from the global stream, and so move it.
             generator=torch.Generator().manual_seed(0),
             **settings,
         )
@@ -69,6 +71,7 @@ class LibraryLoader(TorchDataLoader[Any]):
         """Return the attributes that an iterator finds in place of those of this loader."""
 
     def _get_iterator(self) -> Any:
+        # torch's iterator takes what it reads from the loader that makes it, and workers get a copy of all of it.
         view = copy.copy(self)
         view.__dict__.update(self._view())
         with signals_blocked():
@@ -127,7 +130,8 @@ class KeyedLoader(LibraryLoader):
             check_savable(part, self.split)
         key = "batch_sampler" if batched else "sampler"
         settings[key] = order
-        collate_fn = collate if collate_fn is None and batched else collate_fn
+        if batched and collate_fn is None:
+            collate_fn = collate
         super().__init__(
             dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn, **settings
         )
@@ -288,17 +292,17 @@ class DataLoader(KeyedLoader):
                 "shuffle=True. Leave it out."
             )
         length = length_of(dataset, f"split {share.split!r}")
-        cut = division
-        if cut is None:
-            cut = Division.of_batches(batch_size or 1, share.world_size)
+        if division is None:
+            division = Division.of_batches(batch_size or 1, share.world_size)
+        else:
+            batch_size = division.micro_batch_size
         order = PositionedBatchSampler(
-            length, share, cut, shuffle=shuffle, drop_last=drop_last, pad=pad
+            length, share, division, shuffle=shuffle, drop_last=drop_last, pad=pad
         )
         _check_not_empty(order)
-        shown = batch_size if division is None else division.micro_batch_size
         batched = batch_size is not None
         super().__init__(
-            dataset, order, batch_size=shown, batched=batched, drop_last=drop_last, **settings
+            dataset, order, batch_size=batch_size, batched=batched, drop_last=drop_last, **settings
         )
 
     def take_length(self) -> None:
@@ -357,17 +361,16 @@ class DataLoader(KeyedLoader):
 
 def _check_not_empty(order: PositionedBatchSampler) -> None:
     division = order.division
-    if order.drop_last and order.length < division.samples:
-        whole = division.is_update
-        key = "global_batch_size" if whole else "batch_size"
-        factors = (
-            "" if whole else f" (batch_size {division.micro_batch_size} x {order.world_size} ranks)"
-        )
-        raise ValueError(
-            f"Expected split {order.split!r} to have at least one {'update' if whole else 'global batch'} of "
-            f"{division.samples} samples{factors}, since drop_last=True. Received: {order.length} samples. "
-            f"Lower dataloader.{key}, or set dataloader.drop_last to False."
-        )
+    if not order.drop_last or order.length >= division.samples:
+        return
+    least, key = f"update of {division.samples} samples", "global_batch_size"
+    if not division.is_update:
+        factors = f"batch_size {division.micro_batch_size} x {order.world_size} ranks"
+        least, key = f"global batch of {division.samples} samples ({factors})", "batch_size"
+    raise ValueError(
+        f"Expected split {order.split!r} to have at least one {least}, since drop_last=True. Received: {order.length} samples. "
+        f"Lower dataloader.{key}, or set dataloader.drop_last to False."
+    )
 
 
 # Over an iterable dataset
@@ -394,7 +397,7 @@ class StreamLoader(LibraryLoader):
         self.epoch = 0
         if is_stateful(dataset):
             check_savable(dataset, share.split)
-        settings.pop("persistent_workers", None)
+        settings.pop("persistent_workers", None)  # each pass has new ones
         if collate_fn in (None, default_collate):
             collate_fn = default_convert if batch_size is None else collate
         self._make: Callable[[Any], Any] = collate_fn
@@ -417,6 +420,7 @@ class StreamLoader(LibraryLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Return the batches of a pass, from the place on that was loaded."""
+        # A place counts for one iterator: the next pass begins at the beginning.
         if not self._is_loaded:
             self._states, self._first = {}, 0
         self._is_loaded = False

@@ -87,6 +87,7 @@ class Mixture(OrderedDataset):
             and all(isinstance(key, int) for key in weights)
         )
         by_epoch: Any = weights if callable(weights) or is_by_epoch else {0: weights}
+        # A stage continues where the one before ended, so that the first of them must be known.
         begins_at_zero = callable(by_epoch) or (0 in by_epoch and min(by_epoch) == 0)
         if not begins_at_zero:
             raise ValueError(
@@ -233,6 +234,7 @@ class Mixture(OrderedDataset):
     # Weights by epoch
 
     def _stage_of(self, epoch: int) -> _Stage:
+        # Each epoch in turn: how far a source was read at the beginning of a stage follows from all stages before.
         for later in range(self._known_until + 1, epoch + 1):
             last = self._stages[-1]
             turns = self._turns_at(later)
@@ -315,16 +317,17 @@ def proportions_of(weights: Mapping[str, Any]) -> dict[str, Fraction]:
     shares = {name: share / total for name, share in exact.items()}
     if lcm(*(share.denominator for share in shares.values())) <= LARGEST_PERIOD:
         return shares
-    # Multiples of one in a million by largest remainders, so that they add up to one; each source keeps at least one.
+    # Multiples of one in a million by largest remainders, so that they add up to one.
     parts = {name: share * LARGEST_PERIOD for name, share in shares.items()}
-    # At least one of each source that has a share.
+    # At least one of each source that has a share, which may make more than a million in all: the largest source gives those up.
     whole = {name: max(int(part), int(part > 0)) for name, part in parts.items()}
     missing = LARGEST_PERIOD - sum(whole.values())
+    if missing < 0:
+        largest = max(whole, key=lambda name: whole[name])
+        whole[largest] += missing
     by_remainder = sorted(parts, key=lambda name: whole[name] - parts[name])
-    for name in (
-        by_remainder[:missing] if missing > 0 else [max(whole, key=lambda name: whole[name])]
-    ):
-        whole[name] += 1 if missing > 0 else missing
+    for name in by_remainder[: max(missing, 0)]:
+        whole[name] += 1
     return {name: Fraction(part, LARGEST_PERIOD) for name, part in whole.items()}
 
 

@@ -42,11 +42,9 @@ def epoch_order(length: int, seed: int | None) -> Order:
     """
     if seed is None:
         return Order(length)
-    return (
-        ListedPermutation(length, seed)
-        if length <= LISTED_UP_TO
-        else KeyedPermutation(length, seed)
-    )
+    if length <= LISTED_UP_TO:
+        return ListedPermutation(length, seed)
+    return KeyedPermutation(length, seed)
 
 
 class ListedPermutation(Order):

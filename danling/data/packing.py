@@ -52,6 +52,9 @@ class _Grouped(OrderedDataset):
     equal length change places.
     """
 
+    _fix_of_limit: str
+    """What to do about a document that is longer than the limit."""
+
     def __init__(
         self,
         dataset: Any,
@@ -82,20 +85,16 @@ class _Grouped(OrderedDataset):
         if longest > limit and not splits:
             index = int(self.lengths.argmax())
             more = int((self.lengths > limit).sum())
-            fix = (
-                "raise length, or set too_long='split'"
-                if isinstance(self, Packed)
-                else "raise tokens"
-            )
             raise ValueError(
                 f"Expected documents of at most {limit} tokens. Received: {more} longer ones, the longest at index {index} with "
-                f"{longest} tokens. Shorten or leave them out, {fix}."
+                f"{longest} tokens. Shorten or leave them out, or {self._fix_of_limit}."
             )
         self.tokens_in_all = int(self.lengths.sum())
         documents = len(self.lengths)
         self.chunk = min(
             chunk or max(_CHUNK, _GROUPS * limit * documents // self.tokens_in_all), documents
         )
+        # Not of the run's seed: the groups in each chunk are counted here, before a loader sets it.
         seed = derive_seed("chunks", documents) if shuffle else None
         self._members = epoch_order(documents, seed)
         self._counts, self._digest = [], 0
@@ -175,6 +174,7 @@ class _Grouped(OrderedDataset):
         """Return the pieces in a chunk, the largest first."""
         documents = torch.tensor(self._members.indices(chunk * self.chunk, self.chunk))
         if seed is not None:
+            # Before the stable sort by size below, so that documents of one length change places and nothing else does.
             documents = documents[
                 torch.tensor(epoch_order(len(documents), seed).indices(0, len(documents)))
             ]
@@ -233,6 +233,8 @@ class Packed(_Grouped):
     Raises:
         ValueError: If the dataset is no map-style one, lengths do not fit it, or a document is too long.
     """
+
+    _fix_of_limit = "raise length, or set too_long='split'"
 
     def __init__(
         self,
@@ -320,6 +322,8 @@ class TokenBudget(_Grouped):
     Raises:
         ValueError: If the dataset is no map-style one, lengths do not fit it, or a document is longer than `tokens`.
     """
+
+    _fix_of_limit = "raise tokens"
 
     def __init__(
         self,
@@ -444,8 +448,7 @@ def document_lengths(dataset: Any, lengths: Lengths, key: str) -> Tensor:
     found = torch.as_tensor(found)
     is_list = tuple(found.shape) == (documents,) and not found.is_floating_point()
     if not documents or not is_list or int(found.min()) < 0:
-        where = f" in {path}" if path else ""
-        other = ", or delete the file" if path else ""
+        where, other = (f" in {path}", ", or delete the file") if path else ("", "")
         raise ValueError(
             f"Expected a length of at least 0 for each of the {documents} documents of {type(dataset).__name__}. Received: "
             f"{found.dtype} of shape {tuple(found.shape)}{where}. Pass the lengths of this dataset{other}."

@@ -42,6 +42,7 @@ LEAVES = (
 _PRINTED = (type(None), int, float, complex, str, bytes, type, PurePath, torch.dtype, torch.device)
 """Kinds of keys that print the same in each process."""
 _FOREIGN = ("builtins", "torch", "typing", "abc", "collections")
+"""Packages whose classes have no generator, and many attributes."""
 
 
 @functools.cache
@@ -67,14 +68,15 @@ def derive_seed(*parts: int | str) -> int:
     """
     digest = blake2b(digest_size=8)
     for part in parts:
-        if not isinstance(part, (int, str)):
+        if isinstance(part, int):
+            kind, encoded = b"i", str(int(part)).encode()  # a boolean counts as its number
+        elif isinstance(part, str):
+            kind, encoded = b"s", part.encode()
+        else:
             raise TypeError(
                 f"Expected seed parts of type int or str. Received: part={part!r} ({type(part).__name__})."
             )
-        is_number = isinstance(part, int)  # of a boolean too, which counts as one
-        encoded = str(int(part) if is_number else part).encode()
         # With its length and type, so that no two lists of parts read the same.
-        kind = b"i" if is_number else b"s"
         digest.update(b"%c%d:" % (kind, len(encoded)))
         digest.update(encoded)
     return int.from_bytes(digest.digest(), "little") & _MASK63
@@ -184,6 +186,7 @@ def seed_device(seed: int, device: torch.device) -> None:
     if device.index is None or not hasattr(module, "default_generators"):
         module.manual_seed(own)
     else:
+        # The generators of the devices exist only then.
         module.init()
         module.default_generators[device.index].manual_seed(own)
 
@@ -287,8 +290,7 @@ def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             yield f"{path}.{name}", _attribute(value, name)
-        own = list(vars(kind).items())
-        for name, found in own:
+        for name, found in list(vars(kind).items()):
             # Most are functions.
             if not isinstance(found, LEAVES) and is_generator(found):
                 yield f"{path}.{kind.__name__}.{name}", found
@@ -366,11 +368,9 @@ def generator_state(generator: object) -> Any:
         return generator.get_state()
     if hasattr(generator, "get_state"):
         return generator.get_state(legacy=False)
-    return (
-        generator.getstate()
-        if isinstance(generator, random.Random)
-        else _bit_generator(generator).state
-    )
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return _bit_generator(generator).state
 
 
 def set_generator_state(generator: Any, state: Any) -> None:

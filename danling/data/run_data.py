@@ -549,9 +549,8 @@ class RunData:
             source.load_state_dict(state)
         except ValueError as error:
             may_be_replaced = split in self._run.datasets or is_overridden(self._run, "train_epoch")
-            if not (
-                state.get("consumed") and may_be_replaced and isinstance(source.read, KeyedLoader)
-            ):
+            is_within = bool(state.get("consumed")) and isinstance(source.read, KeyedLoader)
+            if not may_be_replaced or not is_within:
                 raise
             source.await_dataset(state, error)
 

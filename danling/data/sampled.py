@@ -26,7 +26,7 @@ from torch.utils.data._utils.collate import default_collate, default_convert
 from torch.utils.data.distributed import DistributedSampler
 
 from .dataset_state import from_plain, is_stateful, to_plain
-from .loader import KeyedLoader, LibraryLoader, StreamLoader
+from .loader import KeyedLoader, StreamLoader
 from .randomness import Generators, derive_seed, mix_seed
 from .sampler import Batch, BatchKey, Share
 
@@ -99,6 +99,7 @@ class SampledBatches(Sampler[BatchKey]):
         self._found: object = None
         """The state that it had when the pass began."""
         self._drawn: _Drawn | None = None
+        """The order of this pass, up to where it was drawn: an iterator that begins there goes on with it."""
 
     @property
     def length(self) -> int | None:
@@ -228,10 +229,10 @@ class SampledBatches(Sampler[BatchKey]):
             self._found = to_plain(self._stateful.state_dict())
         self._tell_epoch()
         drawn = _Drawn(self)
-        while drawn.position < self.position and drawn.take(
-            min(self.batch_size, self.position - drawn.position)
-        ):
-            pass
+        # In the steps of the first time, since a sampler without a length is seeded before each of them.
+        while drawn.position < self.position:
+            if not drawn.take(min(self.batch_size, self.position - drawn.position)):
+                break
         if (drawn.position, drawn.digest) != (self.position, self._digest):
             units = "batches" if self.batched else "indices"
             raise ValueError(
@@ -284,7 +285,8 @@ class _Drawn:
         items = list(islice(self._items, number))
         self._chunks += 1
         self.position += len(items)
-        for indices in items if self._batches.batched else [items]:
+        lists = items if self._batches.batched else [items]
+        for indices in lists:
             self.samples += len(indices)
             self.digest = crc32(array("Q", map(_word, indices)).tobytes(), self.digest)
         return items
@@ -344,13 +346,15 @@ def is_plain_loader(loader: Any) -> bool:
     return bool(getattr(loader, "in_order", True)) or not loader.num_workers
 
 
-def as_keyed_loader(loader: Any, share: Share) -> LibraryLoader | None:
+def as_keyed_loader(loader: Any, share: Share) -> Any:
     """Return a loader that reads what a loader of the user's does, in the order of its sampler, with randomness keyed.
 
-    The user's own is not touched: its dataset, samplers and functions are used as they are. `None` where nothing is known of its order.
+    The user's own is not touched: its dataset, samplers and functions are used as they are. It is returned itself where nothing is known
+    of its order.
     """
     if not is_plain_loader(loader) or isinstance(loader.dataset, IterDataPipe):
-        return None
+        return loader
+    # torch refuses these without workers, also with the values that it has given them itself.
     unused = () if loader.num_workers else ("prefetch_factor", "timeout")
     settings = {
         name: getattr(loader, name)
@@ -362,6 +366,7 @@ def as_keyed_loader(loader: Any, share: Share) -> LibraryLoader | None:
         return StreamLoader(
             loader.dataset, share, collate_fn=loader.collate_fn, **shown, **settings
         )
+    # Without the usual ones, which draw nothing: a `collate_fn` in the settings is seeded.
     if loader.collate_fn not in (default_collate, default_convert):
         settings["collate_fn"] = loader.collate_fn
     if loader.batch_sampler is None:

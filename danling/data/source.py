@@ -88,11 +88,8 @@ def open_source(
     if not isinstance(loader, (KeyedLoader, UpdateLoader)):
         if reads:
             _check_share(loader, share)
-        if (
-            getattr(loader, "num_workers", 0)
-            and not getattr(loader, "in_order", True)
-            and rank == 0
-        ):
+        in_order = getattr(loader, "in_order", True) or not getattr(loader, "num_workers", 0)
+        if not in_order and rank == 0:
             logger.warning(
                 "The loader of split %r has in_order=False: batches come as workers finish, and a resumed run trains on them in another "
                 "order. Leave it out.",
@@ -100,8 +97,8 @@ def open_source(
             )
         if own_state:
             _check_own_state(loader, share)
-        twin = as_keyed_loader(loader, share) if not own_state else None
-        read = loader if twin is None else twin
+        else:
+            read = as_keyed_loader(loader, share)
         if not isinstance(read, KeyedLoader):
             read = LiveLoader(read, share)
     return BatchSource(loader, read, share, reads=reads)
@@ -169,7 +166,7 @@ class BatchSource:
         self.length_is_known: bool = read.length_is_known
         self.is_built = isinstance(loader, (KeyedLoader, StreamLoader))
         self.restored: Mapping[str, Any] | None = None
-        """The state that was loaded, until a batch is read behind it."""
+        """The state that was loaded, until a batch is read after it."""
         self.misfit: ValueError | None = None
         """Why that state does not fit the dataset that is there now."""
         self.is_of_hook = False
@@ -299,9 +296,8 @@ class BatchSource:
         """
         self.restored = state
         self.misfit = None
-        if not (
-            self.reads or self.length_is_known
-        ):  # the state of the loader itself is for the ranks that read it
+        if not (self.reads or self.length_is_known):
+            # The state of the loader itself is for the ranks that read it.
             self.set_epoch(int(state["epoch"]))
             self.position.advance(int(state["consumed"]))
             return
@@ -346,10 +342,8 @@ class BatchSource:
         """
         if self.kind == "stateful" and not isinstance(self.loader, TorchDataLoader):
             return False
-        return not any(
-            hasattr(part, "__next__")
-            for part in (self.loader, getattr(self.loader, "dataset", None))
-        )
+        dataset = getattr(self.loader, "dataset", None)
+        return not (hasattr(self.loader, "__next__") or hasattr(dataset, "__next__"))
 
     @contextmanager
     def peek(self) -> Iterator[None]:

@@ -15,11 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
-_IGNORED = {
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-}
+_IGNORED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class WorkersView:
@@ -44,12 +40,9 @@ class WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         """Prepare the worker process `worker_id`."""
-        if threading.current_thread() is threading.main_thread():
-            # A launcher signals the whole process group. The parent decides when its workers end.
-            for number in _IGNORED:
-                signal.signal(number, signal.SIG_IGN)
-            if hasattr(signal, "pthread_sigmask"):
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)  # see `signals_blocked`
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, WorkersView):
             # What functions of the user's divide is their dataset, not the keyed view of it. torch has the attribute read-only.
@@ -86,9 +79,6 @@ def _exit_after(process: multiprocessing.process.BaseProcess) -> None:
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Keep what a `WorkerInit` makes workers ignore from those that start inside, until they come to it."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
         yield
@@ -128,10 +118,9 @@ def shut_down_workers(loader: Any) -> None:
         return
     if iterator is not loader:
         loader._iterator = None
-    workers = list(getattr(iterator, "_workers", ()))
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
-    for worker in workers:
+    for worker in getattr(iterator, "_workers", ()):
         if worker.is_alive():
             worker.kill()
 
