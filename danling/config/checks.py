@@ -119,6 +119,7 @@ def read_memory_policy(policy: str | None) -> tuple[str, float]:
     )
 
 
+# A section whose switch is off has no effect.
 _SWITCHES = {
     "checkpoint.remote": "url",
     "compile": "enable",
@@ -209,16 +210,19 @@ def idle_settings(
             "the loaders are your own, which are seeded before each batch",
         ),
     }
+    switched_off = {
+        f"{section}.": f"{section}.{switch} is not set"
+        for section, switch in _SWITCHES.items()
+        if not config[section][switch]
+    }
     found: dict[str, list[str]] = {}
     for key in flatten(config.changed()):
+        # A setting in the section of a split has the same reasons as that for all splits.
         known = f"dataloader.{key.rpartition('.')[2]}" if key.startswith("dataloader.") else key
         idle, reason = reasons.get(known, (False, ""))
-        for section, switch in _SWITCHES.items():
-            if key.startswith(f"{section}.") and not config[section][switch]:
-                idle = True
-                reason = f"{section}.{switch} is not set"
-        if idle:
-            found.setdefault(reason, []).append(key)
+        why = [text for prefix, text in switched_off.items() if key.startswith(prefix)]
+        if idle or why:
+            found.setdefault([reason, *why][-1], []).append(key)
     return [f"{', '.join(keys)} has no effect: {reason}." for reason, keys in found.items()]
 
 

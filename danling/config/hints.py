@@ -27,16 +27,15 @@ class Bounds:
 
     def holds(self, value: float) -> bool:
         """Return whether a number is within the bounds."""
-        above = value > self.low if self.open_low else value >= self.low
-        return above and (value < self.high if self.open_high else value <= self.high)
+        above = value > self.low or (value == self.low and not self.open_low)
+        below = value < self.high or (value == self.high and not self.open_high)
+        return above and below
 
     def __str__(self) -> str:
-        high = (
-            ""
-            if self.high == math.inf
-            else f" and {'<' if self.open_high else '<='} {self.high:.10g}"
-        )
-        return f"a number {'>' if self.open_low else '>='} {self.low:.10g}{high}"
+        above = ">" if self.open_low else ">="
+        below = "<" if self.open_high else "<="
+        text = f"a number {above} {self.low:.10g}"
+        return text if self.high == math.inf else f"{text} and {below} {self.high:.10g}"
 
 
 PositiveInt = Annotated[int, Bounds(1)]
@@ -69,15 +68,17 @@ def conform(value: object, hint: object) -> Any:
         TypeError: If it has another type; the text says what was expected.
         ValueError: If it is out of bounds, or none of the choices.
     """
-    for names in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+    for names in get_args(hint)[1:]:
         if isinstance(names, Mapping):
             value = names.get(str(value).removeprefix("torch.").lower(), value)
-    members = members_of(hint)
     problem = None
-    # Then `None`, so that the word none of a YAML file is not taken for one of the choices.
-    for member in sorted(
-        members, key=lambda member: (not _is_exactly(value, member), member is not type(None))
-    ):
+    # The member that the value is of already comes first, so that 1 stays an integer where a number may be one. Then comes `None`, so that
+    # the word none of a YAML file is not taken for one of the choices.
+    members = sorted(
+        members_of(hint),
+        key=lambda member: (not _is_exactly(value, member), member is not type(None)),
+    )
+    for member in members:
         try:
             found: Any = _convert(value, member)
         except (TypeError, ValueError):

@@ -198,12 +198,7 @@ def differences(
             for place in common
             if sizes[place].samples != sizes_now[place].samples
         ]
-    for key in sorted(before.keys() | after.keys()):
-        if key not in skipped and _normal_numbers(before.get(key)) != _normal_numbers(
-            after.get(key)
-        ):
-            lines.append(f"{key}: stored {_shown(before, key)}, now {_shown(after, key)}")
-    return lines
+    return lines + [line for key, line in _changes(before, after).items() if key not in skipped]
 
 
 def compile_differences(stored: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
@@ -212,23 +207,28 @@ def compile_differences(stored: Mapping[str, object], now: Mapping[str, object])
     Compiled code rounds, and draws random numbers, otherwise than the code of the module. The folder of compiled code is no
     difference: it contains the code that the run would compile anyway.
     """
-    both = []
-    for settings in (stored, now):
-        flat = {
-            name: value for name, value in flatten(settings).items() if name.startswith("compile.")
-        }
-        flat.pop("compile.precompile_artifact_dir", None)
-        if str(settings.get("stack")).lower() == "graph":
-            # That stack compiles in any case, and otherwise than all the others.
-            flat |= {"compile.enable": True, "stack": "graph"}
-        both.append(flat)
-    before, after = both
+    before, after = _compile_settings(stored), _compile_settings(now)
     if not (before.get("compile.enable") or after.get("compile.enable")):
         return []
-    keys = [
-        key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)
-    ]
-    return [f"{key}: stored {_shown(before, key)}, now {_shown(after, key)}" for key in keys]
+    return list(_changes(before, after).values())
+
+
+def _compile_settings(settings: Mapping[str, object]) -> dict[str, object]:
+    flat = {name: value for name, value in flatten(settings).items() if name.startswith("compile.")}
+    flat.pop("compile.precompile_artifact_dir", None)
+    if str(settings.get("stack")).lower() == "graph":
+        # That stack compiles in any case, and otherwise than all the others.
+        flat |= {"compile.enable": True, "stack": "graph"}
+    return flat
+
+
+def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, str]:
+    """Return a line for each key whose values differ, by the key."""
+    return {
+        key: f"{key}: stored {_shown(before, key)}, now {_shown(after, key)}"
+        for key in sorted(before.keys() | after.keys())
+        if _normal_numbers(before.get(key)) != _normal_numbers(after.get(key))
+    }
 
 
 def _shown(flat: Mapping[str, object], key: str) -> str:

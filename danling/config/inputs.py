@@ -410,11 +410,10 @@ def _by_form(word: str) -> Any:
         return None
     if lowered in ("true", "false"):
         return lowered == "true"
-    for number in (int, float) if not _NO_NUMBER.match(word) else ():
-        try:
-            return number(word)
-        except ValueError:
-            continue
+    if not _NO_NUMBER.match(word):
+        for number in (int, float):
+            with suppress(ValueError):
+                return number(word)
     if word[:1] in ("[", "{") or (
         word[:1] in ("'", '"') and word[-1:] == word[:1] and len(word) > 1
     ):
@@ -468,31 +467,33 @@ false are understood; --KEY alone means true. Files are read first, in order.
 
 def help_text(config: Section, sections: Sequence[str] = ()) -> str:
     """Return the help of a configuration: the keys outside of the library's sections and the names of those, or of `sections` alone."""
-    known = [name for name, value in config.items() if isinstance(value, Config)]
-    for name in sections:
-        if name not in (*known, "all"):
-            raise ValueError(
-                f"Expected a section of the configuration behind --help. Received: {name!r}.{did_you_mean(name, known)}"
-            )
+    kinds = {name: type(value) for name, value in config.items() if isinstance(value, Config)}
+    unknown = [name for name in sections if name not in (*kinds, "all")]
+    if unknown:
+        raise ValueError(
+            f"Expected a section of the configuration behind --help. Received: {unknown[0]!r}.{did_you_mean(unknown[0], kinds)}"
+        )
     lines = [_USAGE.format(name=os.path.basename(sys.argv[0] or "train.py"))]
     if not sections or "all" in sections:
         lines += [*_entries(config, nested=False), ""]
-    short = ["sections, whose keys --help SECTION lists"]
-    for name in known:
-        kind: type = type(config[name])
-        about = (
-            ""
-            if kind is Section or of_chanfig(kind)
-            else (inspect.getdoc(kind) or "").split("\n")[0]
-        )
-        title = f"{name}: {about}" if about else name
-        if name in sections or "all" in sections:
+    # The program's own sections are shown in any case: they are few, and the ones that its user asks for.
+    own = [
+        name
+        for name, kind in kinds.items()
+        if kind is Section or not kind.__module__.startswith("danling.")
+    ]
+    listed = kinds.keys() if "all" in sections else sections or own
+    short = []
+    for name, kind in kinds.items():
+        about = "" if kind is Section or of_chanfig(kind) else (inspect.getdoc(kind) or "")
+        title = f"{name}: {about.splitlines()[0]}" if about else name
+        if name in listed:
             lines += [title, *_entries(config[name], f"{name}."), ""]
-        elif not sections and kind.__module__.startswith("danling.") and kind is not Section:
+        else:
             short.append(f"  {title}")
-        elif not sections:
-            lines += [title, *_entries(config[name], f"{name}."), ""]
-    return "\n".join(lines + short if not sections else lines)
+    if not sections:
+        lines += ["sections, whose keys --help SECTION lists", *short]
+    return "\n".join(lines)
 
 
 def _entries(section: Config, prefix: str = "", *, nested: bool = True) -> Iterator[str]:
@@ -504,11 +505,11 @@ def _entries(section: Config, prefix: str = "", *, nested: bool = True) -> Itera
             if nested:
                 yield from _entries(value, f"{prefix}{name}.")
             continue
-        shown = (
-            "none" if value is None else str(value).lower() if isinstance(value, bool) else value
-        )
+        is_word = value is None or isinstance(value, bool)
+        shown = str(value).lower() if is_word else value  # none, true or false, as they are typed
         default = "not set" if value is MISSING else f"default: {shown}"
-        yield f"  --{prefix}{name}  ({f'{describe(field.hint)}; ' if field is not None else ''}{default})"
+        kind = "" if field is None else f"{describe(field.hint)}; "
+        yield f"  --{prefix}{name}  ({kind}{default})"
         text = help_texts(type(section)).get(name, "")
         yield from textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
 
@@ -524,18 +525,12 @@ def help_texts(cls: type) -> Mapping[str, str]:
             continue
         body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
         for statement, follower in pairwise(body):
-            target = (
-                statement.targets[0]
-                if isinstance(statement, ast.Assign)
-                else getattr(statement, "target", None)
-            )
+            # `key = 1` may have several targets, `key: int = 1` has one.
+            targets = getattr(statement, "targets", [getattr(statement, "target", None)])
             value = follower.value if isinstance(follower, ast.Expr) else None
-            if (
-                isinstance(value, ast.Constant)
-                and isinstance(value.value, str)
-                and isinstance(target, ast.Name)
-            ):
-                texts[target.id] = " ".join(value.value.split())
+            text = value.value if isinstance(value, ast.Constant) else None
+            if isinstance(text, str) and isinstance(targets[0], ast.Name):
+                texts[targets[0].id] = " ".join(text.split())
     return types.MappingProxyType(texts)
 
 

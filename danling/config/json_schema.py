@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args
 
 from .hints import SEQUENCES, Bounds, kind_of, members_of
 from .inputs import help_texts
@@ -49,11 +49,9 @@ def _key(field: Field) -> dict[str, Any]:
     default = field.default
     is_plain = default is None or isinstance(default, (bool, int, str))
     is_finite = isinstance(default, float) and math.isfinite(default)
-    return (
-        {**found, "default": default}
-        if default is not MISSING and (is_plain or is_finite)
-        else found
-    )
+    if default is not MISSING and (is_plain or is_finite):
+        found["default"] = default
+    return found
 
 
 def _any_of(members: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -75,12 +73,11 @@ def _member(member: object) -> dict[str, Any]:
     if kind not in _TYPES:
         return {}
     found: dict[str, Any] = {"type": _TYPES[kind]}
-    if get_origin(member) is Annotated:
-        for bounds in arguments[1:]:
-            if isinstance(bounds, Bounds):
-                found["exclusiveMinimum" if bounds.open_low else "minimum"] = bounds.low
-                if math.isfinite(bounds.high):
-                    found["exclusiveMaximum" if bounds.open_high else "maximum"] = bounds.high
+    for bounds in arguments[1:]:
+        if isinstance(bounds, Bounds):
+            found["exclusiveMinimum" if bounds.open_low else "minimum"] = bounds.low
+            if math.isfinite(bounds.high):
+                found["exclusiveMaximum" if bounds.open_high else "maximum"] = bounds.high
     if kind is float:
         # YAML has infinity as .inf, which JSON has no number for.
         return {"anyOf": [found, {"enum": ["inf"]}]}

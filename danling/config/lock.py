@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 from danling.utils.plain import to_plain
 from danling.utils.secrets import received
 
-from .sections import Section, fields_of
+from .sections import Section, fields_of, sections_in
 
 if TYPE_CHECKING:
     from .runner_config import RunnerConfig
@@ -76,7 +76,7 @@ class SettingsLock:
     def attach(self, value: object, prefix: str) -> None:
         """Lock the sections in a value, which is at a place in the configuration."""
         if prefix.partition(".")[0] in self._own:
-            for section, its_prefix in _sections(value, prefix):
+            for section, its_prefix in sections_in(value, prefix):
                 section.__dict__["_lock"] = (self, its_prefix)
 
     def end_construction(self) -> None:
@@ -142,30 +142,14 @@ class SettingsLock:
 
     def _containers(self) -> dict[str, tuple[object, object]]:
         """Return the locked values that could be changed in place, with their plain values."""
-        found: dict[str, tuple[object, object]] = {}
-        for name in self._own:
-            top = dict.get(self._config, name)
-            values: dict[str, Any] = {} if isinstance(top, Section) else {name: top}
-            for section, prefix in _sections(top, f"{name}."):
-                values |= {
-                    f"{prefix}{key}": value
-                    for key, value in section.items()
-                    if not isinstance(value, Section)
-                }
-            for key, value in values.items():
-                if isinstance(value, (list, dict, set)) and not _is_within(key, LIVE):
-                    found[key] = value, to_plain(value)
-        return found
-
-
-def _sections(value: object, prefix: str) -> Iterator[tuple[Section, str]]:
-    """Yield a section and all that are within it, also in lists, with the prefix of their keys."""
-    if isinstance(value, Section):
-        yield value, prefix
-    inner: Any = ()
-    if isinstance(value, Mapping):
-        inner = [(item, f"{prefix}{name}.") for name, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        inner = [(item, prefix) for item in value]
-    for item, its_prefix in inner:
-        yield from _sections(item, its_prefix)
+        values: dict[str, Any] = {
+            f"{prefix}{key}": value
+            for section, prefix in sections_in(self._config)
+            for key, value in section.items()
+            if isinstance(value, (list, dict, set)) and not isinstance(value, Section)
+        }
+        return {
+            key: (value, to_plain(value))
+            for key, value in values.items()
+            if key.partition(".")[0] in self._own and not _is_within(key, LIVE)
+        }

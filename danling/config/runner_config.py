@@ -125,11 +125,8 @@ class RunnerConfig(TopLevelConfig):
     def declare(self, names: Iterable[str]) -> None:
         """Accept names as keys of the user's own, also those that other trainers have."""
         for name in (name.partition(".")[0] for name in names):
-            if (
-                name not in self
-                and name not in OLDER_KEYS
-                and closest_typo(name, fields_of(RunnerConfig)) is None
-            ):
+            is_known = name in self or name in OLDER_KEYS
+            if not is_known and closest_typo(name, fields_of(RunnerConfig)) is None:
                 self._store(name, None)
 
     def _assign(self, name: Any, value: Any) -> None:
@@ -300,26 +297,22 @@ class RunnerConfig(TopLevelConfig):
         asked = next((place for place, word in enumerate(words) if word in ("--help", "-h")), None)
         with usage_errors(of_program):
             if asked is not None:
-                print(
-                    help_text(
-                        self,
-                        sections=[word for word in words[asked + 1 :] if not word.startswith("-")],
-                    )
-                )
+                sections = [word for word in words[asked + 1 :] if not word.startswith("-")]
+                print(help_text(self, sections))
                 raise SystemExit(0)
             options = split_options(words)
-            for name, files in options:
-                if name in ("config", default_config):
-                    if not files:
-                        raise ValueError(f"Expected --{name} FILE. Received: no file.")
-                    for file in files:
-                        self.merge_from_file(file)
-            for name, given in options:
-                if name not in ("config", default_config):
-                    key = name if name in self else name.replace("-", "_")
-                    refuse_negation(self, name)
-                    self._refuse_undeclared({key: None}, " ".join((f"--{name}", *given)))
-                    set_option(self, key, given)
+            of_files = ("config", default_config)
+            # All files first, wherever they are named: a single key is above them.
+            for name, files in (option for option in options if option[0] in of_files):
+                if not files:
+                    raise ValueError(f"Expected --{name} FILE. Received: no file.")
+                for file in files:
+                    self.merge_from_file(file)
+            for name, given in (option for option in options if option[0] not in of_files):
+                key = name if name in self else name.replace("-", "_")
+                refuse_negation(self, name)
+                self._refuse_undeclared({key: None}, " ".join((f"--{name}", *given)))
+                set_option(self, key, given)
         if of_program:
             self.__dict__["_command_line"] = options
         if boot:
@@ -392,9 +385,8 @@ class RunnerConfig(TopLevelConfig):
 
     def json(self, file: Any, *args: Any, **kwargs: Any) -> None:
         """Write the configuration as JSON."""
-        text = self.jsons(
-            *args, **kwargs
-        )  # first, so that what JSON cannot keep leaves an earlier file as it is
+        # First, so that what JSON cannot keep leaves an earlier file as it is.
+        text = self.jsons(*args, **kwargs)
         with self.open(file, mode="w") as stream:
             stream.write(text)
 

@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Never
@@ -146,6 +146,18 @@ def _resolve_hint(text: object, owner: type) -> object:
 # Sections
 
 
+class _Unlocked:
+    """In the place of a `SettingsLock`, where a configuration is that of no runner: everything may be changed."""
+
+    def check(self, key: str, value: object) -> None: ...
+    def changed(self, key: str) -> None: ...
+    def attach(self, value: object, prefix: str) -> None: ...
+    def check_removal(self, key: str) -> None: ...
+
+
+_UNLOCKED: tuple[Any, str] = (_Unlocked(), "")
+
+
 class Section(Config):
     """An open section: any key is accepted, and attribute access creates nested sections, as in `chanfig.Config`.
 
@@ -203,12 +215,10 @@ class Section(Config):
                 f"Expected a configuration that is not frozen. Received: {received(name, value)}. Call defrost()."
             )
         if not isinstance(name, str) or "." not in name or dict.__contains__(self, name):
-            lock, prefix = self.__dict__.get("_lock") or (None, "")
-            if lock is not None:
-                lock.check(f"{prefix}{name}", value)
+            lock, prefix = self.__dict__.get("_lock", _UNLOCKED)
+            lock.check(f"{prefix}{name}", value)
             self._assign(name, value)
-            if lock is not None:
-                lock.changed(f"{prefix}{name}")
+            lock.changed(f"{prefix}{name}")
             return
         head, rest = name.split(".", 1)
         self._check_key(head, received(f".{rest}", value))
@@ -272,9 +282,8 @@ class Section(Config):
 
     def _store(self, name: object, value: object) -> None:
         dict.__setitem__(self, name, value)
-        lock, prefix = self.__dict__.get("_lock") or (None, "")
-        if lock is not None:
-            lock.attach(value, f"{prefix}{name}.")
+        lock, prefix = self.__dict__.get("_lock", _UNLOCKED)
+        lock.attach(value, f"{prefix}{name}.")
         if not self.__dict__.get("default_factory"):
             refuse_absent_keys(value)
         # Also an instance attribute, so that reading costs no Python call.
@@ -296,12 +305,14 @@ class Section(Config):
         if not isinstance(name, str) or "." not in name:
             return self.__missing__(name) if default is Null else default
         head, rest = name.split(".", 1)
-        child = self[head] if default is Null else dict.get(self, head)
-        if isinstance(child, Mapping):
-            return child[rest] if default is Null else child.get(rest, default)
-        if default is Null:
+        if default is not Null:
+            child = dict.get(self, head)
+            return child.get(rest, default) if isinstance(child, Mapping) else default
+        # So chanfig reads `config[name]`: an absent section is made, and an absent key may be an error.
+        child = self[head]
+        if not isinstance(child, Mapping):
             raise KeyError(f"{self._join(name)}: {self._join(head)!r} is a value, not a section")
-        return default
+        return child[rest]
 
     def __missing__(self, name: Any) -> Any:  # type: ignore[override]
         field = fields_of(type(self)).get(name)
@@ -365,9 +376,8 @@ class Section(Config):
         for part in path:
             section = dict.get(section, part) if isinstance(section, Section) else None
         if isinstance(section, Section) and dict.__contains__(section, last):
-            lock, prefix = section.__dict__.get("_lock") or (None, "")
-            if lock is not None:
-                lock.check_removal(f"{prefix}{last}")
+            lock, prefix = section.__dict__.get("_lock", _UNLOCKED)
+            lock.check_removal(f"{prefix}{last}")
 
     def _instance_attrs(self) -> dict[str, Any]:
         # Copies and pickles are configurations of other runs: they may be changed.
@@ -385,7 +395,7 @@ class Section(Config):
             This section.
         """
         for other in (*args, kwargs):
-            for name, value in other.items() if isinstance(other, Mapping) else other or ():
+            for name, value in dict(other or ()).items():
                 existing = Section.get(self, name, MISSING)
                 if isinstance(existing, FlatDict) and isinstance(value, Mapping):
                     existing.merge(fresh(dict(value)), overwrite=overwrite)
@@ -489,26 +499,28 @@ def section_example(kind: type[Config], value: object) -> str:
     return f"{{{name!r}: ...}}"
 
 
+def sections_in(value: object, prefix: str = "") -> Iterator[tuple[Section, str]]:
+    """Yield a section and all that are within it, also in lists, with the prefix of their keys."""
+    if isinstance(value, Section):
+        yield value, prefix
+    inner: Any = ()
+    if isinstance(value, Mapping):
+        inner = [(item, f"{prefix}{name}.") for name, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        inner = [(item, prefix) for item in value]
+    for item, its_prefix in inner:
+        yield from sections_in(item, its_prefix)
+
+
 def refuse_absent_keys(value: object) -> None:
     """Have absent keys of all sections in a value, also in lists, raise an error from now on when they are read; they may be set."""
-    if isinstance(value, Section):
-        value.__dict__["default_factory"] = None
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            refuse_absent_keys(item)
+    for section, _ in sections_in(value):
+        section.__dict__["default_factory"] = None
 
 
 def sections_that_make_keys(value: object) -> list[tuple[Section, Any]]:
     """Return the sections in a value, also in lists, with what makes their absent keys, for `make_absent_keys`."""
-    found: list[tuple[Section, Any]] = []
-    if isinstance(value, Section):
-        found.append((value, value.__dict__.get("default_factory")))
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            found += sections_that_make_keys(item)
-    return found
+    return [(section, section.__dict__.get("default_factory")) for section, _ in sections_in(value)]
 
 
 def make_absent_keys(sections: Iterable[tuple[Section, Any]]) -> None:
