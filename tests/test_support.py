@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -94,13 +95,41 @@ def test_leftover_process_fails_its_test(pytester_run: str) -> None:
 @pytest.fixture
 def pytester_run(tmp_path: Path) -> str:
     """Run a test that leaves a grandchild behind, under this project's conftest, and return what pytest says."""
+    return _pytest(
+        tmp_path / "project",
+        "import subprocess, sys\ndef test_leak():\n    subprocess.run(['sh', '-c', 'sleep 60 &'], check=True)\n",
+    )
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or sys.version_info >= (3, 14), reason="the server is no fork there"
+)
+def test_workers_are_forks_of_a_process_that_has_loaded_the_tests_once(tmp_path: Path) -> None:
+    """Loading them takes 25 s of the processor."""
+    loads = tmp_path / "loads"
+    test = f"""
+        import os, pytest
+        with open({str(loads)!r}, "a") as file:
+            print(os.getpid(), file=file)
+        @pytest.mark.parametrize("number", range(2))
+        def test_one(number, worker_id):
+            assert worker_id in ("gw0", "gw1")
+        def test_broken():
+            left = 1
+            assert left == 2
+    """
+    printed = _pytest(tmp_path / "project", textwrap.dedent(test), "-n", "2")
+    assert "1 failed, 2 passed" in printed
+    assert "assert 1 == 2" in printed
+    assert len(loads.read_text().split()) == 1
+
+
+def _pytest(project: Path, test: str, *options: str) -> str:
+    """Run a test file under this project's conftest, and return what pytest says."""
     tests = Path(__file__).parent
-    project = tmp_path / "project"
     project.mkdir()
     (project / "conftest.py").write_text((tests / "conftest.py").read_text())
-    (project / "test_leak.py").write_text(
-        "import subprocess, sys\ndef test_leak():\n    subprocess.run(['sh', '-c', 'sleep 60 &'], check=True)\n"
-    )
+    (project / "test_it.py").write_text(test)
     command = [
         interpreter(),
         "-m",
@@ -110,6 +139,7 @@ def pytester_run(tmp_path: Path) -> str:
         "no:cacheprovider",
         "-o",
         f"pythonpath={tests}",
+        *options,
         str(project),
     ]
     return subprocess.run(command, capture_output=True, text=True, cwd=project).stdout

@@ -182,10 +182,11 @@ def _held_port() -> tuple[int, socket.socket]:
     raise OSError("Expected a free port between 15000 and 32000. Received none in 100 tries.")
 
 
-def fork_server() -> None:
+def fork_server(load: Callable[[], object] = lambda: None) -> None:
     """Have the server be a fork of this process as it stands: what is loaded here need not be loaded there again.
 
-    Call once, in the main thread, before any test has run. What else the server needs it loads when it is first asked for a process.
+    Call once, in the main thread, before any test has run. What else the server needs it loads when it is first asked for a process, and
+    calls `load` at once.
     """
     server: Any = forkserver._forkserver
     if sys.version_info >= (3, 14) or sys.platform != "linux" or server._forkserver_pid is not None:
@@ -199,7 +200,7 @@ def fork_server() -> None:
         pid = os.fork()
         if not pid:
             os.close(ours)
-            _serve(listener, alive)
+            _serve(listener, alive, load)
         os.close(alive)
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = (
         address,
@@ -208,10 +209,11 @@ def fork_server() -> None:
     )
 
 
-def _serve(listener: socket.socket, alive: int) -> None:
+def _serve(listener: socket.socket, alive: int, load: Callable[[], object]) -> None:
     """Be the server, once somebody asks for a process, until this process's parent is gone."""
     try:
         die_with_parent()
+        load()
         # What pytest has changed is as in any other process. By line, since every fork would print again what waits in a buffer.
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             stream = open(number, "w" if number else "r", 1, closefd=False)  # noqa: SIM115

@@ -91,6 +91,7 @@ class _Program:
 
 def _serve(ready: Connection, address: str) -> None:
     """Fork a process for every command that connects, until the server itself is ended."""
+    die_with_parent()
     # An agent of torchrun looks up the modules of all functions that it is called by, some times. For what belongs to no file `inspect`
     # would go through the thousands that are loaded here, each time: two seconds in all.
     inspect.stack()
@@ -285,7 +286,8 @@ def _run(name: str, args: list[str]) -> None:
             sys.exit(f"python: can't open file {what!r}: {error}")
         sys.path.insert(0, str(Path(what).resolve().parent))
     main = _fresh_main()
-    main.__file__ = file
+    if not file.startswith("<"):
+        main.__file__ = file
     exec(compile(code, file, "exec"), main.__dict__)
 
 
