@@ -62,9 +62,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("editable", "url")), "wheel"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["editable", "url", "wheel"])
 def test_a_folder_called_danling_does_not_hide_it(kind: str, clone: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "fresh", with_pip=False)
     python = tmp_path / "fresh" / "bin" / "python"

@@ -204,7 +204,7 @@ slow = pytest.mark.slow
         (2, {}),
         (3, SHARD),
         pytest.param(2, SHARD, marks=slow),
-        (4, HSDP),
+        pytest.param(4, HSDP, marks=slow),
         pytest.param(4, CONTEXT, marks=slow),
         pytest.param(4, TENSOR, marks=slow),
     ],

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.patience import patience
 from support.proved import ROOT, SCRIPT, proved
+from support.warm import interpreter
 
 import danling.prove
 from danling.prove.comparison import Update, layout_notes
@@ -39,11 +40,13 @@ def wait_for(condition: Callable[[], bool], timeout: float) -> None:
         time.sleep(0.05)
 
 
-def trained(place: Path, words: list[str], environment: dict[str, str]) -> dict[str, torch.Tensor]:
+def trained(
+    python: str, place: Path, words: list[str], environment: dict[str, str]
+) -> dict[str, torch.Tensor]:
     """Return the weights of the script after four updates in one process."""
     (place / "train.py").write_text(SCRIPT)
     file = place / "weights.pt"
-    command = [sys.executable, "train.py", *words, "writes", str(file)]
+    command = [python, "train.py", *words, "writes", str(file)]
     subprocess.run(
         command, cwd=place, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, check=True
     )
@@ -62,11 +65,11 @@ def test_recorder_changes_no_weight(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     job = json.dumps({"directory": str(tmp_path / "records"), "updates": 9, "mode": "resume"})
     common = {"SEEN": str(seen)}
-    without = trained(tmp_path, ["same samples", "clipped"], {**common, "PYTHONPATH": str(own)})
+    words = ["same samples", "clipped"]
+    without = trained(interpreter(), tmp_path, words, {**common, "PYTHONPATH": str(own)})
     paths = os.pathsep.join([str(SITE), str(own)])
-    with_it = trained(
-        tmp_path, ["same samples", "clipped"], {**common, "PYTHONPATH": paths, "DANLING_PROVE": job}
-    )
+    recorded = {**common, "PYTHONPATH": paths, "DANLING_PROVE": job}
+    with_it = trained(sys.executable, tmp_path, words, recorded)
     assert without.keys() == with_it.keys() and all(
         torch.equal(without[name], with_it[name]) for name in without
     )

@@ -154,7 +154,12 @@ STACKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "stack", ["ddp", "parallel", pytest.param("deepspeed", marks=needs_deepspeed)]
+    "stack",
+    [
+        "parallel",
+        pytest.param("ddp", marks=pytest.mark.slow),
+        pytest.param("deepspeed", marks=needs_deepspeed),
+    ],
 )
 def test_two_ranks_go_on_bitwise_on_an_empty_machine(
     moto: ObjectServer, proxy: FaultProxy, url: str, tmp_path: Path, stack: str

@@ -147,9 +147,9 @@ def _run(kind: str, on_device: bool, root: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "world_size"),
     [
-        ("digits", 1),
+        pytest.param("digits", 1, marks=pytest.mark.slow),
         ("text", 1),
-        ("pictures", 1),
+        pytest.param("pictures", 1, marks=pytest.mark.slow),
         ("digits", 2),
         pytest.param("text", 2, marks=pytest.mark.slow),
         pytest.param("pictures", 2, marks=pytest.mark.slow),
