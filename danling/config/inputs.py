@@ -304,7 +304,7 @@ def split_options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
 
 
 def refuse_negation(config: Section, name: str) -> None:
-    """Refuse an option that switches a key off by `no-` before its name: it would be a key, or a section, of its own."""
+    """Refuse an option that switches a key off by `no-` before its name: it would be another key, or another section."""
     parts = name.replace("-", "_").split(".")
     asked = ".".join(part.removeprefix("no_") for part in parts)
     is_new = ".".join(parts) not in config and parts[0] not in config
