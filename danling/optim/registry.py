@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -241,7 +240,6 @@ OPTIMIZERS = OptimizerRegistry(
 """Optimizers by name: `OPTIMIZERS.build(params=model.parameters(), type="adamw", lr=1e-3)`."""
 
 
-_OTHER_SCHEDULE = "Restore the schedule, or add 'scheduler' to checkpoint.exclude_from_loading to start it from the beginning."
 _OWN = ("pattern", "options", "lr_multiplier", "weight_decay_multiplier", "beta1", "beta2")
 
 
@@ -511,98 +509,6 @@ def build_scheduler(
     if by_metric and options.get("mode") is None:
         options["mode"] = mode or "min"
     return SCHEDULERS.build(optimizer, **options)
-
-
-def load_schedule(scheduler: Any, state: Mapping[str, object]) -> None:
-    """Restore a schedule. One that follows a metric keeps its mode, and waits again where that of the state is another one."""
-    mode = getattr(scheduler, "mode", None)
-    parts = list(_with_states(scheduler, state))
-    for part, stored in parts:
-        _check_kind_of_schedule(part, stored)
-    asked = [_options_of_schedule(part) for part, _ in parts]
-    scheduler.load_state_dict(dict(state))
-    replaced = {
-        f"{name.lstrip('_')}={loaded[name]!r} (here {value!r})": f"scheduler.{name}"
-        if part is scheduler
-        else "scheduler"
-        for (part, _), options in zip(parts, asked)
-        for loaded in [_options_of_schedule(part)]
-        for name, value in options.items()
-        if name in loaded and loaded[name] != value
-    }
-    if replaced:
-        logger.warning(
-            "The schedule continues with the options of the checkpoint, which differ from those of the program: %s. For the program's, "
-            "add %s to checkpoint.exclude_from_loading.",
-            ", ".join(replaced),
-            ", ".join(repr(entry) for entry in dict.fromkeys(replaced.values())),
-        )
-    if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode != mode:
-        logger.info(
-            "%s follows the %s value now, and followed the %s one when it was saved: its best value and its patience begin again.",
-            *(
-                type(scheduler).__name__,
-                *(("lowest", "highest") if mode == "min" else ("highest", "lowest")),
-            ),
-        )
-        scheduler.mode = mode
-        scheduler.mode_worse = scheduler.best = math.inf if mode == "min" else -math.inf
-        scheduler.num_bad_epochs = 0
-
-
-def _with_states(
-    scheduler: Any, state: Mapping[str, Any]
-) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yield a schedule and its state, and those that it is made of: several by name, in sequence, or chained."""
-    yield scheduler, state
-    named = getattr(scheduler, "schedules", None)
-    within, stored = getattr(scheduler, "_schedulers", None), state.get("_schedulers")
-    pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(named, Mapping):
-        pairs = [(each, state.get(name)) for name, each in named.items()]
-    elif isinstance(within, (list, tuple)) and isinstance(stored, (list, tuple)):
-        if len(within) != len(stored):
-            raise ValueError(
-                f"Expected the state of {type(scheduler).__name__}, the schedule of this run, which is made of {len(within)}. Received: "
-                f"that of another one, made of {len(stored)}. {_OTHER_SCHEDULE}"
-            )
-        pairs = zip(within, stored)
-    for part, of_part in pairs:
-        if isinstance(of_part, Mapping):
-            yield from _with_states(part, of_part)
-
-
-def _check_kind_of_schedule(scheduler: Any, stored: Mapping[str, object]) -> None:
-    """Refuse the state of another kind of schedule, which torch's schedules take in whatever it is.
-
-    The names of its attributes are all that torch stores of its kind. A class of the user's may get some in training only.
-    """
-    if not isinstance(scheduler, LRScheduler):
-        return
-    own = {
-        name for name in scheduler.state_dict() if not name.startswith("_") and name != "verbose"
-    }
-    others = {name for name in stored if not name.startswith("_") and name != "verbose"}
-    is_of_torch = type(scheduler).__module__.startswith("torch.")
-    missing, unexpected = own - others, others - own
-    if (missing and unexpected) or (is_of_torch and (missing or unexpected)):
-        shown = (
-            ", ".join(f"{name}={stored[name]!r}" for name in sorted(unexpected))
-            or f"no {sorted(missing)}"
-        )
-        raise ValueError(
-            f"Expected the state of {type(scheduler).__name__}, the schedule of this run. Received: that of another one, with {shown}. "
-            f"{_OTHER_SCHEDULE}"
-        )
-
-
-def _options_of_schedule(scheduler: Any) -> dict[str, Any]:
-    """Return the arguments of a schedule that it keeps, such as `T_max`, without its mode, which `load_schedule` keeps."""
-    taken = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch", "mode", "verbose"}
-    plain = (bool, int, float, str, list, tuple, dict)
-    kept = {name: value for name, value in vars(scheduler).items() if isinstance(value, plain)}
-    # A sequence keeps its milestones under a private name.
-    return {name: value for name, value in kept.items() if name.removeprefix("_") in taken}
 
 
 def scheduler_interval(

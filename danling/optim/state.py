@@ -25,6 +25,8 @@ from danling.utils.encoding import (
     encode_array,
     encode_set,
     is_of_numpy,
+    numpy_as,
+    without_numpy,
 )
 from danling.utils.tensors import (
     canonical_name,
@@ -251,7 +253,8 @@ def named_state_dict(
             if index in flat
         },
         "param_groups": [
-            {**group, "params": labels} for group, labels in zip(plain["param_groups"], names)
+            {**without_numpy(group), "params": labels}
+            for group, labels in zip(plain["param_groups"], names)
         ],
         **added,
     }
@@ -287,7 +290,8 @@ def load_named_state_dict(
         # The same place first: several groups may be empty where this process holds a part of the model.
         candidates = [state["param_groups"][i], *state["param_groups"]]
         match = next(entry for entry in candidates if set(entry["params"]) == set(labels))
-        groups.append({**match, "params": group["params"]})
+        own = {name: numpy_as(value, group.get(name)) for name, value in match.items()}
+        groups.append({**own, "params": group["params"]})
     check_kind(optimizer, plain["param_groups"], groups)
     # Copies: an optimizer keeps tensors of the right dtype and device as they are, and the caller's would change in training.
     values = {
@@ -437,8 +441,6 @@ def _check_groups(names: list[list[str]], stored: list[list[str]]) -> None:
 Options = list[dict[str, Any]]
 """The options in each parameter group, without the parameters."""
 
-_COMPARED = ("lr", "weight_decay", "betas", "momentum", "eps")
-
 
 def options_of(optimizer: Optimizer) -> Options:
     """Return the options of every group, such as `lr` and `weight_decay`."""
@@ -446,33 +448,6 @@ def options_of(optimizer: Optimizer) -> Options:
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-
-
-def warn_if_replaced(asked: Options, loaded: Options, *, scheduled: bool) -> None:
-    """Warn of options that a restored state has given another value than the program did. May be called on one rank."""
-    replaced: dict[str, str] = {}
-    for before, after in zip(asked, loaded):
-        moved = (
-            {"lr", "momentum", "betas"}
-            if "max_momentum" in after
-            else {"lr"}
-            if scheduled
-            else set[str]()
-        )
-        for name in _COMPARED:
-            if (
-                name not in moved
-                and name in before
-                and name in after
-                and before[name] != after[name]
-            ):
-                replaced.setdefault(name, f"{name}={after[name]} (here {before[name]})")
-    if replaced:
-        logger.warning(
-            "The optimizer continues with the options of the checkpoint, which differ from those of the program: %s. For the program's, "
-            "add 'optimizer.param_groups' to checkpoint.exclude_from_loading.",
-            ", ".join(replaced.values()),
-        )
 
 
 def rebuilt(scheduler: Any, optimizer: Optimizer, build: Callable[[], Any]) -> Any:
@@ -494,6 +469,18 @@ def rebuilt(scheduler: Any, optimizer: Optimizer, build: Callable[[], Any]) -> A
     if new is not None:
         new.load_state_dict(state)
     return new
+
+
+def put_rates_of(scheduler: Any) -> None:
+    """Put the rates of a schedule into its optimizer, of which only the schedule was restored. No communication."""
+    for each in scheduler if isinstance(scheduler, JointScheduler) else [scheduler]:
+        parts = (each, *getattr(each, "_schedulers", ()))
+        bases = next((part.base_lrs for part in parts if hasattr(part, "base_lrs")), ())
+        for group, base, rate in zip(
+            each.optimizer.param_groups if bases else (), bases, getattr(each, "_last_lr", ())
+        ):
+            if not isinstance(group["lr"], Tensor):
+                group.update(lr=rate, initial_lr=base)
 
 
 def adopt_options(

@@ -13,6 +13,7 @@ from danling.metrics import Meters, MetricSet, TrainMetrics
 from danling.reporting import Reporter
 from danling.reporting.record import RunRecorder
 from danling.training import TrainingSession
+from danling.training.asked_options import AskedOptions
 from danling.training.attributes import KeptAttributes
 from danling.training.batch_weights import BatchLoss
 from danling.training.canonical_sum import CanonicalSum
@@ -168,6 +169,7 @@ class TorchParts(Parts):
         self.loss = BatchLoss(runner, self.data)
         self.live_state = LiveState(runner, self.attributes, self.data, self.observer_states)
         self.pass_settings = PassSettings(runner)
+        self.asked_options = AskedOptions(runner)
         self.losses = Meters()
         """Loss of the open epoch, or since the last evaluation in step mode."""
         self.built_optimizer: Any = None

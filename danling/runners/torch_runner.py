@@ -27,14 +27,15 @@ from danling.data import LoaderSettings, move_to_device
 from danling.distributed import StepTotals
 from danling.metrics import Meters
 from danling.optim import JointOptimizer, JointScheduler
-from danling.optim.registry import build_optimizer, build_scheduler, load_schedule, without_fused
+from danling.optim.registry import build_optimizer, build_scheduler, without_fused
+from danling.optim.schedule_state import load_schedule
 from danling.optim.state import (
     adopt_options,
     enter_training,
     evaluation_weights,
     options_of,
+    put_rates_of,
     rebuilt,
-    warn_if_replaced,
 )
 from danling.reporting import device_peak_flops
 from danling.supervision import Profiler
@@ -169,6 +170,7 @@ class TorchRunner(BaseRunner):
         if self._parts.canonical is not None:
             self._parts.canonical.check()
         self._parts.complete()
+        self._parts.asked_options.note()
 
     def _join_components(self) -> None:
         """Make one optimizer and one schedule of several by name."""
@@ -1062,7 +1064,7 @@ class TorchRunner(BaseRunner):
 
     def component_parts(self) -> list[StatePart]:
         """Return model, criterion, EMA, optimizer and scheduler, in the order in which they are restored."""
-        return component_parts(self, self._parts.frozen)
+        return component_parts(self, self._parts.frozen, self._parts.asked_options)
 
     def progress_parts(self) -> list[StatePart]:
         parts = self._parts
@@ -1076,7 +1078,8 @@ class TorchRunner(BaseRunner):
             parts.phases,
             parts.extensions,
         )
-        return [*super().progress_parts(), *own, parts.pass_settings.part()]
+        settings = [parts.pass_settings.part(), parts.asked_options.part()]
+        return [*super().progress_parts(), *own, *settings]
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the parameters and persistent buffers of the unwrapped model, by name without wrapper prefixes."""
@@ -1104,22 +1107,23 @@ class TorchRunner(BaseRunner):
             excluded: The dotted paths of these parts.
         """
         options = options_of(self.optimizer) if self.optimizer is not None else []
-        self.run_state.load_components(payload, excluded)
+        progress: Any = payload.get("state") or {}
+        with self._parts.asked_options.compared_with(progress.get("asked_options", {})):
+            self.run_state.load_components(payload, excluded)
         if self.ema is not None and "ema" not in payload:
             # The averages began from the weights before the restore: they begin again from the restored ones.
             self.ema.reset()
         if self.optimizer is not None and "optimizer" in payload:
             allows = self.run_state.excluded.allows_setting
+            if "optimizer.param_groups" in excluded and "scheduler" in payload:
+                put_rates_of(self.scheduler)
+                adopt_options(self.optimizer, self.scheduler, options, lambda name: name == "lr")
             adopt_options(
                 self.optimizer,
                 self.scheduler,
                 options,
                 lambda name: allows(f"optim.{name}") or allows("optim.param_groups"),
             )
-            if self.is_main_process and not self._parts.session.updated_once:
-                warn_if_replaced(
-                    options, options_of(self.optimizer), scheduled=self.scheduler is not None
-                )
 
     def load_model(self, state: Mapping[str, object], *, partial: bool = False) -> None:
         """Load weights into the unwrapped model, by name without wrapper prefixes.
@@ -1153,7 +1157,7 @@ class TorchRunner(BaseRunner):
         Args:
             state: What the schedule's `state_dict` returned.
         """
-        load_schedule(self.scheduler, state)
+        load_schedule(self.scheduler, state, kind=self._parts.asked_options.kind)
 
     def load_pretrained(self, checkpoint: str | Path | Mapping[str, Any]) -> None:
         """Load only the weights of the model; everything else starts from the beginning.

@@ -21,6 +21,7 @@ from danling.config import identity
 from danling.data import BatchSource, DataLoader
 from danling.distributed import Domain
 from danling.optim.joint import OWN, SHARED
+from danling.optim.schedule_state import saved_schedule
 from danling.reporting.jsonl import FileMark
 from danling.reporting.trackers import TrackerSet
 from danling.utils.process import arithmetic
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner
     from danling.runners.torch_runner import TorchRunner
 
+    from .asked_options import AskedOptions
     from .batch_weights import BatchLoss
     from .extension import Extension
     from .model_states import FrozenWeights
@@ -228,7 +230,9 @@ def _stored(
 # The parts of a run
 
 
-def component_parts(runner: TorchRunner, frozen: FrozenWeights) -> list[StatePart]:
+def component_parts(
+    runner: TorchRunner, frozen: FrozenWeights, asked: AskedOptions
+) -> list[StatePart]:
     """Return frozen weights, model, criterion, averages, optimizer and scheduler."""
 
     def load_model(state: Mapping[str, object], excluded: Collection[str]) -> None:
@@ -260,7 +264,7 @@ def component_parts(runner: TorchRunner, frozen: FrozenWeights) -> list[StatePar
             if any(path.startswith("scheduler.") for path in excluded)
             else {}
         )
-        runner.load_scheduler({**kept, **state})
+        asked.restoring_schedule(lambda: runner.load_scheduler({**kept, **state}))
 
     parts = [
         StatePart(
@@ -283,7 +287,9 @@ def component_parts(runner: TorchRunner, frozen: FrozenWeights) -> list[StatePar
     if runner.optimizer is not None:
         parts.append(StatePart("optimizer", lambda: runner.optimizer_state_dict(), load_optimizer))
     if runner.scheduler is not None:
-        parts.append(StatePart("scheduler", lambda: runner.scheduler.state_dict(), load_scheduler))
+        parts.append(
+            StatePart("scheduler", lambda: saved_schedule(runner.scheduler), load_scheduler)
+        )
     return parts
 
 

@@ -6,6 +6,7 @@ what an optimizer adds to its state.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,28 @@ _ENCODED = "biufcmMSU"
 def is_of_numpy(value: Any) -> bool:
     """Whether a value is an array or a number of NumPy."""
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def without_numpy(value: Any) -> Any:
+    """Return nested values with numbers and arrays of NumPy as numbers and lists of Python."""
+    if is_of_numpy(value):
+        return value.tolist()
+    if type(value) in (dict, Counter):
+        return type(value)({without_numpy(key): without_numpy(item) for key, item in value.items()})
+    return type(value)(map(without_numpy, value)) if type(value) in (list, tuple) else value
+
+
+def numpy_as(value: Any, own: Any) -> Any:
+    """Return nested values with the types of NumPy that another value has in the same places."""
+    if type(value) in (list, tuple) and isinstance(own, (list, tuple)) and len(value) == len(own):
+        return type(value)(map(numpy_as, value, own))
+    if not is_of_numpy(own) or type(value) not in (bool, int, float, complex, list):
+        return value
+    import numpy
+
+    array = numpy.asarray(value, dtype=own.dtype)
+    # A dtype that does not hold the value is that of another one.
+    return (array if type(value) is list else array[()]) if array.tolist() == value else value
 
 
 def encode_array(value: Any) -> dict[str, Any] | None:

@@ -20,9 +20,9 @@ from danling.optim import SCHEDULERS, needs_metric
 from danling.optim.registry import (
     build_scheduler,
     check_metric_of_schedule,
-    load_schedule,
     scheduler_interval,
 )
+from danling.optim.schedule_state import load_schedule
 
 _STEPS = 24
 
@@ -382,42 +382,3 @@ def test_a_state_of_another_schedule_is_refused(saved: Any, now: Any, message: s
     state = saved(_optimizer()).state_dict()
     with pytest.raises(ValueError, match=re.escape(message)):
         load_schedule(now(_optimizer()), state)
-
-
-@pytest.mark.parametrize(
-    ("saved", "now", "message"),
-    [
-        (
-            lambda o: lr_scheduler.StepLR(o, 2),
-            lambda o: lr_scheduler.StepLR(o, 3),
-            "step_size=2 (here 3)",
-        ),
-        (
-            lambda o: lr_scheduler.MultiStepLR(o, [2]),
-            lambda o: lr_scheduler.MultiStepLR(o, [3]),
-            "milestones=",
-        ),
-        (_in_sequence(2), _in_sequence(3), "step_size=2 (here 3)"),
-        (_in_sequence(2), _in_sequence(3), "add 'scheduler' to"),
-        (_in_sequence(2), _in_sequence(2, 4), "milestones=[2] (here [4])"),
-        (_in_sequence(2), _in_sequence(2, 4), "add 'scheduler._milestones' to"),
-        (_in_sequence(2), _in_sequence(2), ""),
-        (_chained, _chained, ""),
-        (
-            lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0),
-            lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0),
-            "",
-        ),
-    ],
-)
-def test_options_of_the_checkpoint_are_named_where_the_program_has_others(
-    saved: Any, now: Any, message: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    optimizer = _optimizer()
-    before = saved(optimizer)
-    for _ in range(3):
-        optimizer.step()
-        before.step()
-    load_schedule(now(_optimizer()), before.state_dict())
-    assert message in caplog.text
-    assert ("The schedule continues with" in caplog.text) == bool(message)

@@ -1,0 +1,190 @@
+"""The options of optimizer and schedule that a program asks for: a resume names those that the checkpoint has replaced."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from danling.optim.schedule_state import (
+    OtherSchedule,
+    is_plain,
+    kind_of_schedule,
+    options_of_schedule,
+)
+from danling.optim.state import HOW
+from danling.utils.encoding import without_numpy
+from danling.utils.observers import Observer
+
+from .run_state import StatePart
+
+if TYPE_CHECKING:
+    from danling.runners.torch_runner import TorchRunner
+
+logger = logging.getLogger("danling")
+
+_LONGEST = 80
+_OF_OTHERS = (HOW - {"maximize"}) | {"params", "param_names"}
+"""Entries of a parameter group that do not change a result, or are no options."""
+
+
+class AskedOptions:
+    """Saves the options as the program has made them, before anything was restored or trained.
+
+    A resume compares those of both programs: what training changes, by a hook or a schedule, is no other option.
+    """
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self._here: dict[str, Any] = {}
+        self._kept: dict[str, str] = {}
+        """Options as the program asked for them whose checkpoint was restored, which differ from those of this one."""
+        self._class = ""
+        self._stored: Mapping[str, Any] = {}
+
+    def note(self) -> None:
+        """Remember the options. Called when optimizer and schedule are there, before the restore."""
+        self._here, self._class = self._values(), type(self._runner.scheduler).__qualname__
+
+    def part(self) -> StatePart:
+        """Return the entry of a checkpoint."""
+        return StatePart("asked_options", self._state, self._load, default=dict)
+
+    def _state(self) -> dict[str, Any]:
+        texts = {name: _text(value) for name, value in self._here.items()}
+        kind = kind_of_schedule(self._runner.scheduler)
+        return {"options": {**texts, **self._kept}, "class": self._class, "kind": kind}
+
+    # A restore
+
+    @contextmanager
+    def compared_with(self, stored: Mapping[str, Any]) -> Iterator[None]:
+        """Restore the components of a checkpoint inside, which has these options."""
+        self._stored = stored
+        try:
+            yield
+        finally:
+            self._stored = {}
+
+    @property
+    def kind(self) -> str:
+        """The kind of the schedule in the checkpoint that is being restored; empty where it is not known."""
+        return str(self._stored.get("kind", ""))
+
+    def restoring_schedule(self, restore: Callable[[], None]) -> None:
+        """Restore the schedule. One that the training has replaced by another kind is refused only if a hook does not replace it again."""
+        try:
+            restore()
+        except OtherSchedule as error:
+            if self._stored.get("class") != self._class:
+                raise
+            refusal = RefusedSchedule(self._runner, error)
+            self._runner.observers.append(refusal)
+
+    def _load(self, stored: Mapping[str, Any], _: Collection[str]) -> None:
+        before: Mapping[str, str] = stored.get("options", {})
+        now = self._values()
+        replaced = {
+            name: value
+            for name, value in self._here.items()
+            if name in before and name in now and _text(now[name]) != _text(value)
+        }
+        self._kept = {name: before[name] for name in replaced}
+        differ = {
+            name: f"={_shown(now[name])} (here {_shown(value)})"
+            for name, value in replaced.items()
+            if before[name] != _text(value)
+        }
+        if self._runner.is_main_process:
+            self._warn(differ)
+
+    def _warn(self, differ: Mapping[str, str]) -> None:
+        options: dict[str, str] = {}
+        schedule: dict[str, str] = {}
+        entries: dict[str, None] = {}
+        for path, values in differ.items():
+            component, _, name = path.partition(".")
+            if component == "optimizer":
+                # Each once: most options are those of all groups.
+                options.setdefault(name.partition(".")[2], values)
+            else:
+                within, _, last = name.rpartition(".")
+                schedule[f"{last.lstrip('_')}{values}"] = ""
+                entries["scheduler" if within else f"scheduler.{last}"] = None
+        if options:
+            logger.warning(
+                "The optimizer continues with the options of the checkpoint, which differ from those of the program: %s. For the "
+                "program's, add 'optimizer.param_groups' to checkpoint.exclude_from_loading.",
+                ", ".join(f"{name}{values}" for name, values in options.items()),
+            )
+        if schedule:
+            logger.warning(
+                "The schedule continues with the options of the checkpoint, which differ from those of the program: %s. For the "
+                "program's, add %s to checkpoint.exclude_from_loading.",
+                ", ".join(schedule),
+                ", ".join(map(repr, entries)),
+            )
+
+    def _values(self) -> dict[str, Any]:
+        """Return the options by dotted name, those of the optimizer for each group. No communication."""
+        optimizer, scheduler = self._runner.optimizer, self._runner.scheduler
+        found: dict[str, Any] = {}
+        for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+            for name, value in group.items():
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    value = value.item()
+                # A schedule moves the rate, and keeps that of the program as another entry.
+                if name in _OF_OTHERS or (name == "lr" and "initial_lr" in group):
+                    continue
+                if is_plain(value):
+                    found[f"optimizer.{number}.{'lr' if name == 'initial_lr' else name}"] = value
+        if scheduler is not None:
+            options = options_of_schedule(scheduler)
+            found.update({f"scheduler.{name}": value for name, value in options.items()})
+        return {name: without_numpy(value) for name, value in found.items()}
+
+
+class RefusedSchedule(Observer):
+    """Raises the error of a schedule that was not restored, unless a hook replaces it before the first update.
+
+    Args:
+        runner: The runner.
+        error: The error.
+    """
+
+    critical: ClassVar[bool] = True
+
+    def __init__(self, runner: TorchRunner, error: OtherSchedule) -> None:
+        self._runner = runner
+        self._error = error
+        self._schedule = runner.scheduler
+
+    def training_started(self) -> None:
+        if self._runner.scheduler is not self._schedule:
+            # Replaced by the program, before a hook could: the restore was of the one that it had made first.
+            raise self._error
+
+    def update_started(self) -> None:
+        if self._runner.scheduler is self._schedule:
+            raise self._error
+        self._runner.observers.remove(self)
+
+    def save_started(self) -> None:
+        if self._runner.scheduler is self._schedule:
+            raise self._error
+
+
+def _text(value: object) -> str:
+    """Return a text that differs where values do: a short value itself, or a digest."""
+    # Equal numbers of two types are one option, such as 1 and 1.0.
+    text = repr(float(value)) if isinstance(value, int) and abs(value) < 2**53 else repr(value)
+    return text if len(text) <= _LONGEST else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
