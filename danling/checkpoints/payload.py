@@ -491,6 +491,7 @@ _SECTIONS: Mapping[str, Check] = {
             "metrics_mark": _optional(_mark),
             "metric_attributes": _named(_named(_named(_mapping))),
             "pass_settings": _kept(_node),
+            "made_in_training": _named(_text),
             "asked_options": _entries({"options": _named(_text), "class": _text, "kind": _text}),
         }
     ),

@@ -170,6 +170,7 @@ class TorchParts(Parts):
         self.live_state = LiveState(runner, self.attributes, self.data, self.observer_states)
         self.pass_settings = PassSettings(runner)
         self.asked_options = AskedOptions(runner)
+        self.unsaved = UnsavedChanges(runner, self.pass_settings)
         self.losses = Meters()
         """Loss of the open epoch, or since the last evaluation in step mode."""
         self.built_optimizer: Any = None
@@ -278,7 +279,7 @@ class TorchParts(Parts):
             FirstGradients(runner, has_phases=self.phases is not None),
         ]
         if not runner.config.checkpoint.load_only:
-            observers.append(UnsavedChanges(runner, self.pass_settings))
+            observers.append(self.unsaved)
         session.observers.extend([*observers, RunRecorder(runner, self.data)])
         if self.metrics.has_objects:
             session.observers.append(

@@ -1078,7 +1078,7 @@ class TorchRunner(BaseRunner):
             parts.phases,
             parts.extensions,
         )
-        settings = [parts.pass_settings.part(), parts.asked_options.part()]
+        settings = [parts.pass_settings.part(), parts.asked_options.part(), parts.unsaved.part()]
         return [*super().progress_parts(), *own, *settings]
 
     def model_state_dict(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,20 +12,26 @@ from torch.optim import Optimizer
 
 from danling.optim import JointOptimizer
 from danling.optim.state import inner_optimizers
+from danling.utils.encoding import is_of_numpy
 from danling.utils.messages import listed
 from danling.utils.observers import Observer
 from danling.utils.tensors import local_part
 from danling.utils.trees import tensors
 
 from .pass_settings import PassSettings, modules_of
+from .run_state import StatePart
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
 
+    from .outcome import UpdateOutcome
+
 logger = logging.getLogger("danling")
 
-_NUMBERS = (bool, int, float, complex, str)
+_NUMBERS = (type(None), bool, int, float, complex, str)
 _STATE_METHODS = ("get_extra_state", "state_dict", "_save_to_state_dict")
+_LOOKS = 8
+"""Updates of a training after each of which the numbers that it has made are looked at."""
 
 
 class UnsavedChanges(Observer):
@@ -33,27 +39,92 @@ class UnsavedChanges(Observer):
 
     Left out are names that begin with an underscore, flags of an optimizer, what `on_pass_start` has set, which is saved, and components
     whose class overrides `get_extra_state` or `state_dict`.
+
+    A number that training has made, where there was none or `None`, may be a size of the batch or a constant, which a resumed run makes
+    again. It is named if it changes after the first update; a whole number only if it has never fallen, as sizes do. One that stays is
+    compared with that of the resumed run after its first update.
     """
 
     def __init__(self, runner: TorchRunner, pass_settings: PassSettings) -> None:
         self._runner = runner
         self._pass_settings = pass_settings
         self._before: dict[str, object] = {}
+        self._made: dict[str, object] = {}
+        """What the training has made, as it was when it was seen first."""
+        self._last: dict[str, Any] = {}
+        self._fallen: set[str] = set()
+        self._stored: Mapping[str, str] = {}
+        """What the training of the checkpoint has made, and has not changed."""
         self._named: set[str] = set()
+
+    def part(self) -> StatePart:
+        """Return the entry of a checkpoint."""
+        return StatePart("made_in_training", self._constants, self._load, default=dict)
+
+    def _constants(self) -> dict[str, str]:
+        kept = {
+            name: repr(value)
+            for name, value in self._made.items()
+            if isinstance(value, (float, complex, str)) and _is_same(value, self._last[name])
+        }
+        return {**self._stored, **kept}
+
+    def _load(self, stored: Mapping[str, str], _: Collection[str]) -> None:
+        self._stored = stored
 
     def training_started(self) -> None:
         self._before = self._values()
+        self._made, self._last, self._fallen = {}, {}, set()
+        self._runner.observers.append(_FirstUpdates(self._runner, self._look))
+
+    def _look(self, looks: int = _LOOKS) -> dict[str, object]:
+        """Look at the numbers that training has made, and return all."""
+        values = self._values()
+        for name, value in values.items():
+            if self._before.get(name) is None and value is not None:
+                self._made.setdefault(name, value)
+                last = self._last.get(name)
+                if isinstance(value, int) and isinstance(last, int) and value < last:
+                    self._fallen.add(name)
+                self._last[name] = value
+        if looks == 1:
+            stored, self._stored = self._stored, {}
+            self._warn_of_constants(stored)
+        return values
+
+    def _warn_of_constants(self, stored: Mapping[str, str]) -> None:
+        names = self._new(
+            [
+                name
+                for name, value in self._made.items()
+                if stored.get(name, repr(value)) != repr(value)
+                and name not in self._pass_settings.names
+            ]
+        )
+        if names and self._runner.is_main_process:
+            logger.warning(
+                "The first update has made %s, which had another value in the run of the checkpoint, and no checkpoint contains it. If it "
+                "does not matter, ignore this; otherwise make it a buffer, or define get_extra_state and set_extra_state (in an optimizer: "
+                "state_dict and load_state_dict).",
+                listed([f"{name}={self._made[name]!r} (before {stored[name]})" for name in names]),
+            )
 
     def save_started(self) -> None:
         runner = self._runner
+        values = self._look()
+        is_looking = any(isinstance(each, _FirstUpdates) for each in runner.observers)
         changed = [
             name
-            for name, value in self._values().items()
-            if value is not self._before.get(name, value)
-            and not _is_same(self._before[name], value)
-            and name not in self._pass_settings.names
+            for name, value in self._before.items()
+            if value is not None and name in values and not _is_same(value, values[name])
         ]
-        names = self._new(changed)
+        changed += [
+            name
+            for name, value in self._made.items()
+            if not _is_same(value, self._last[name])
+            and not (isinstance(value, int) and (is_looking or name in self._fallen))
+        ]
+        names = self._new([name for name in changed if name not in self._pass_settings.names])
         if names and runner.is_main_process:
             logger.warning(
                 "Training has changed %s, which no checkpoint contains: a resumed run begins with what the program sets. If the program "
@@ -96,11 +167,33 @@ class UnsavedChanges(Observer):
             ]:
                 continue
             # A flag of an optimizer says that it has begun, such as `initialized` of those of bitsandbytes, or in which mode it is.
-            kinds = _NUMBERS[1:] if base is Optimizer else _NUMBERS
+            left_out = bool if base is Optimizer else ()
             for name, value in vars(component).items():
-                if type(value) in kinds and not name.startswith("_") and name != "training":
+                if is_of_numpy(value) and not value.shape:
+                    value = value.item()
+                if type(value) not in _NUMBERS or isinstance(value, left_out):
+                    continue
+                if not name.startswith("_") and name != "training":
                     values[f"{path}.{name}"] = value
         return values
+
+
+class _FirstUpdates(Observer):
+    """Calls a function after each of the first updates of a training, with their number, and leaves."""
+
+    def __init__(self, runner: TorchRunner, look: Callable[[int], object]) -> None:
+        self._runner = runner
+        self._look = look
+        self._updates = 0
+
+    def update_ended(self, outcome: UpdateOutcome) -> None:
+        self._updates += 1
+        self._look(self._updates)
+        if self._updates == _LOOKS:
+            self._runner.observers.remove(self)
+
+    def training_ended(self) -> None:
+        self._runner.observers.remove(self)
 
 
 def _is_same(before: object, value: object) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.toys import settings
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import danling as dl
 
-STEPS = 4
+STEPS = 9
 
 
 class Annealed(nn.Linear):
@@ -50,6 +51,57 @@ class Balanced(nn.Module):
         loss = nn.functional.mse_loss(pred, target)
         self.scale = self.scale or loss.item()
         return loss / self.scale
+
+
+class Made(Annealed):
+    """Numbers that training makes, and that a resumed run does not make again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor: float | None = None
+        self.weighted = numpy.float32(0)
+        self.warm: int | None = 3
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not hasattr(self, "count"):
+            self.count = 0
+        self.count += 1
+        self.factor = 1.0 if self.factor is None else self.factor * 0.99
+        self.weighted += numpy.float32(0.01)
+        if self.count > 1:
+            self.warm = None
+        own = self.count * self.factor + float(self.weighted) + (self.warm or 0)
+        return super().forward(input) / own
+
+
+class Normed(Annealed):
+    """Begins with the scale of its first batch, which stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: float | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = input.norm().item() + 0.1
+        return super().forward(input) / self.scale
+
+
+class Sized(Annealed):
+    """Keeps sizes of its input, and what follows from them: all come again by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.height: int | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.height, self.width = input.shape
+        self.longest = int(input.sum() * 7) % 5
+        self.factor = self.width**0.5
+        self.form = f"{self.width} wide"
+        self.began = True
+        found: Tensor = super().forward(input) / self.factor
+        return found
 
 
 class Sam(torch.optim.Optimizer):
@@ -129,6 +181,15 @@ CASES: dict[str, tuple[Any, Any, Any, str, tuple[str, ...]]] = {
     ),
     "number of a criterion": (Annealed, Balanced, torch.optim.SGD, "", ("criterion.scale",)),
     "inner optimizer": (Annealed, nn.MSELoss, Sam, "", ("optimizer.steps", "optimizer.base (SGD)")),
+    "made in training": (
+        Made,
+        nn.MSELoss,
+        torch.optim.SGD,
+        "",
+        ("model.count", "model.factor", "model.weighted", "model.warm"),
+    ),
+    "made once": (Normed, nn.MSELoss, torch.optim.SGD, "", ("model.scale=",)),
+    "sizes": (Sized, nn.MSELoss, torch.optim.SGD, "", ()),
     "extra state": (Declared, nn.MSELoss, torch.optim.SGD, "train_step", ()),
     "state_dict of the optimizer": (Annealed, nn.MSELoss, Returned, "", ()),
     "flag of the optimizer": (Annealed, nn.MSELoss, Begins, "", ()),
@@ -149,6 +210,11 @@ def test_a_resume_gives_the_same_or_what_it_lacks_was_named(
         "auto_resume": True,
     }
 
+    def said() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        caplog.clear()
+        return found
+
     def train(directory: str, steps: int) -> Tensor:
         with Run(
             settings(tmp_path / directory, **{**config, "steps": steps}),
@@ -163,12 +229,17 @@ def test_a_resume_gives_the_same_or_what_it_lacks_was_named(
             return weight
 
     whole = train("whole", 2 * STEPS)
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    lines = said()
     train("parts", STEPS)
+    lines_of_first = said()
     assert torch.equal(train("parts", 2 * STEPS), whole) == (not names)
-    assert sum(sum(f" {name}" in line for line in said) for name in names) == len(names)
+    if case == "made once":
+        # Nothing tells it from a constant but a resume.
+        assert not lines and not lines_of_first
+        lines = said()
+    assert sum(sum(f" {name}" in line for line in lines) for name in names) == len(names)
     if not names:
-        assert not said
+        assert not lines + lines_of_first + said()
 
 
 def test_an_inner_optimizer_that_loses_the_groups_is_named(
