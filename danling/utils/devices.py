@@ -41,29 +41,25 @@ def memory_stats(device: torch.device) -> dict[str, Any]:
     """Return the counters of an accelerator's allocator; none where it counts nothing. Nothing waits for the device."""
     if device.type == "cpu":
         return {}
-    try:
+    with contextlib.suppress(RuntimeError):
         return dict(torch.accelerator.memory_stats(device))
-    except (RuntimeError, NotImplementedError):
-        return {}
+    return {}
 
 
 def total_memory(device: torch.device) -> int | None:
     """Return the bytes of memory of an accelerator; `None` where it does not say."""
     if device.type == "cpu":
         return None
-    try:
+    with contextlib.suppress(RuntimeError):
         return torch.accelerator.get_memory_info(device)[1]
-    except (RuntimeError, NotImplementedError):
-        return None
+    return None
 
 
 def free_unused_memory(device: torch.device) -> None:
     """Return the memory that the accelerator's allocator keeps for later; nothing happens where it keeps none."""
-    try:
-        if device.type != "cpu":
+    if device.type != "cpu":
+        with contextlib.suppress(RuntimeError):
             torch.accelerator.empty_cache()
-    except (RuntimeError, NotImplementedError):
-        pass
 
 
 @functools.cache
@@ -71,10 +67,10 @@ def pins_memory(device_type: str) -> bool:
     """Return whether the host can pin memory, from and to which an accelerator copies without a wait."""
     if device_type != accelerator_type():
         return False
-    try:
+    # Tried, since no function of torch says whether this kind of accelerator has it.
+    with contextlib.suppress(RuntimeError):
         return torch.empty(1, pin_memory=True).is_pinned()
-    except (RuntimeError, NotImplementedError):
-        return False
+    return False
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -92,7 +88,7 @@ def pinned_block(size: int, device_type: str) -> int:
 def pin_shared(tensor: Tensor) -> bool:
     """Pin a tensor in shared memory for as long as it lives; return whether that was possible, which it is with CUDA alone."""
     if not torch.cuda.is_available() or not tensor.nbytes:
-        return not tensor.nbytes
+        return not tensor.nbytes  # an empty one needs none
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     pointer = tensor.data_ptr()
     if int(runtime.cudaHostRegister(pointer, tensor.nbytes, _PORTABLE)):

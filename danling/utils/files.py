@@ -151,16 +151,14 @@ def clear_places(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()
 
     A link counts as what it leads to; a dangling link is renamed itself.
     """
-    for paths, is_fitting in ((files, os.path.isfile), (directories, os.path.isdir)):
-        for path in paths:
-            if os.path.lexists(path) and not is_fitting(path):
-                aside = path.with_name(f"{path.name}.aside-{uuid.uuid4().hex[:8]}")
-                os.replace(path, aside)
-                logger.warning(
-                    "%s was in the way of this run and is no part of it. It was moved to %s.",
-                    path,
-                    aside,
-                )
+    blocked = [path for path in files if os.path.lexists(path) and not path.is_file()]
+    blocked += [path for path in directories if os.path.lexists(path) and not path.is_dir()]
+    for path in blocked:
+        aside = path.with_name(f"{path.name}.aside-{uuid.uuid4().hex[:8]}")
+        os.replace(path, aside)
+        logger.warning(
+            "%s was in the way of this run and is no part of it. It was moved to %s.", path, aside
+        )
 
 
 def is_text(path: str | os.PathLike[str]) -> bool:
@@ -193,6 +191,7 @@ def plain_name(name: object) -> str:
 
 def is_plain_path(name: str) -> bool:
     """Whether `plain_path` takes a name."""
+    # Another system may read the directory, where such a name leads elsewhere.
     if "\\" in name or _CONTROL.search(name) or _DRIVE.match(name):
         return False
     try:

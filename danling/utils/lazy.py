@@ -33,9 +33,9 @@ def lazily(
 
     def __getattr__(name: str) -> object:
         if name in home:
-            value = getattr(
-                import_module(home[name] if "." in home[name] else f"{package}.{home[name]}"), name
-            )
+            # A home with a dot is a module of another package.
+            place = home[name] if "." in home[name] else f"{package}.{home[name]}"
+            value = getattr(import_module(place), name)
         elif not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
             value = import_module(f"{package}.{name}")
         else:

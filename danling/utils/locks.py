@@ -16,7 +16,7 @@ import socket
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -41,7 +41,8 @@ _MOST_REMOVALS = 100
 """How often the directory of a lock may go while its file is made, before that is taken for a fault of the path."""
 
 # By path: a second lock of this process on one file would be granted, and closing it would give up the first.
-_held_here: dict[Path, tuple[int, weakref.ref[FileLock]]] = {}
+_held_here: dict[Path, tuple[int, Callable[[], FileLock | None]]] = {}
+_NONE: tuple[int, Callable[[], None]] = (0, lambda: None)
 _warned_of: set[int] = set()
 
 
@@ -135,9 +136,8 @@ class FileLock:
                 return False
             if _is_same_file(handle, path):
                 break
-            os.close(
-                handle
-            )  # its holder has removed the file since it was opened: no other process would find it
+            # Its holder has removed the file since it was opened: no other process would find it.
+            os.close(handle)
         self._handle = handle
         self._finalizer = weakref.finalize(self, _give_back, handle, path, os.getpid())
         _held_here[path] = (os.getpid(), weakref.ref(self))
@@ -147,8 +147,8 @@ class FileLock:
 
     def take_over(self) -> bool:
         """Take it from another lock of this process, which does not have it any more, and return whether this one has it now."""
-        _, other = _held_here.get(self.file.parent.resolve() / self.file.name, (0, None))
-        held = other() if other is not None else None
+        _, other = _held_here.get(self.file.parent.resolve() / self.file.name, _NONE)
+        held = other()
         if held is not None:
             held.release()
         return self.acquire()
@@ -226,6 +226,7 @@ class FileLock:
         taken it meanwhile, it is this process's again. So it is if the file was removed, which `was_removed` then says: a process that took
         a new one may have ended.
         """
+        # Without locks on the file system there is nothing to take again.
         if not self.held or self._handle is None or not self.works:
             return self.held
         try:
@@ -251,15 +252,14 @@ class FileLock:
 
 def _made(path: Path, directory: Path) -> int:
     """Open the file of a lock, which is made with its directory where they are missing. Another process may remove both meanwhile."""
-    for attempt in range(_MOST_REMOVALS + 1):
-        try:
+    for _ in range(_MOST_REMOVALS):
+        # Removed between the two calls, or within the first one.
+        with suppress(FileNotFoundError, FileExistsError):
             directory.mkdir(parents=True, exist_ok=True)
             return _opened(path, os.O_RDWR | os.O_CREAT)
-        except (FileNotFoundError, FileExistsError):
-            # Removed between the two calls, or within the first one; a fault of the path fails each time.
-            if attempt == _MOST_REMOVALS:
-                raise
-    raise AssertionError
+    # A fault of the path fails each time: here with its error.
+    directory.mkdir(parents=True, exist_ok=True)
+    return _opened(path, os.O_RDWR | os.O_CREAT)
 
 
 def _opened(path: Path, flags: int) -> int:
@@ -281,8 +281,8 @@ def _opened(path: Path, flags: int) -> int:
 
 def _is_held_here(path: Path) -> bool:
     for _ in range(2):
-        pid, lock = _held_here.get(path, (0, None))
-        found = lock() if lock is not None else None
+        pid, lock = _held_here.get(path, _NONE)
+        found = lock()
         if pid != os.getpid() or found is None or not found.held:
             return False
         del found
@@ -359,6 +359,7 @@ def shared(path: Path, *, seconds: float) -> Iterator[None]:
 def _share(handle: int, path: Path, seconds: float) -> None:
     pause, longest = _PAUSE_SECONDS
     end = time.monotonic() + seconds
+    # Asked again and again, since a `flock` that waits has no time limit.
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)

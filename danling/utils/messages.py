@@ -31,7 +31,7 @@ def nearest(name: str, options: Iterable[str]) -> str | None:
     """Return the option closest to `name`, or `None` when nothing is close."""
     by_lower = {option.lower(): option for option in options}
     plain = name.lower()
-    matches = get_close_matches(plain, by_lower, n=1, cutoff=0.6)
+    matches = get_close_matches(plain, by_lower, n=1)
     # Short words that differ in the order of their letters, such as `rl` and `lr`, are not alike enough for difflib.
     matches += [option for option in by_lower if sorted(option) == sorted(plain)]
     return by_lower[matches[0]] if matches else None

@@ -128,6 +128,7 @@ def parse_json(
         text: JSON.
         pairs: Makes a mapping of its pairs.
     """
+    # Counted before anything is parsed: a text of a gigabyte may have as many values as a machine has memory for.
     marks = (",", "[", "{") if isinstance(text, str) else (b",", b"[", b"{")
     if sum(map(text.count, marks)) > _MOST_VALUES:  # type: ignore[arg-type]
         raise ValueError(f"it has more than {_MOST_VALUES:,} values")
@@ -178,6 +179,7 @@ def to_plain(value: object, key: str | None = None) -> Any:
         return value
     if isinstance(value, Enum):
         return to_plain(value.value, key)
+    # Of this very type: a value of NumPy, or of a class of the user's, may derive from one of these.
     for kind in (int, float, str):
         if isinstance(value, kind):
             return kind(value)

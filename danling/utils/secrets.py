@@ -210,6 +210,5 @@ def redact_patch(patch: bytes, values: Collection[str] = ()) -> tuple[bytes, int
 def _is_secret(
     text: bytes, forbidden: Collection[bytes], patterns: Collection[re.Pattern[bytes]]
 ) -> bool:
-    if any(value in text for value in forbidden):
-        return True
-    return any(pattern.search(text) for pattern in patterns)
+    has_value = any(value in text for value in forbidden)
+    return has_value or any(pattern.search(text) for pattern in patterns)

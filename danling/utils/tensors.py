@@ -17,6 +17,7 @@ WRAPPER_SEGMENTS = frozenset(
     {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 )
 _BUCKET_BYTES = 25 * 2**20
+"""As many as DDP puts into one collective by default."""
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 _DTYPES = {
@@ -68,7 +69,7 @@ def is_plain_tensor(tensor: Tensor) -> bool:
     """Whether a tensor has the values of a plain one and nothing else, whatever its class."""
     kind: Any = type(tensor)
     # A parameter of another class than `nn.Parameter` is marked so.
-    has_more = any(name != "_is_param" for name in vars(tensor)) if kind is not Tensor else False
+    has_more = kind is not Tensor and any(name != "_is_param" for name in vars(tensor))
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__ and not has_more
 
 
