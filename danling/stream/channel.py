@@ -130,15 +130,13 @@ class RefChannel(ABC):
         """
         with self._writing():
             if (end := self._counted_end()) is not None:
-                complete = end.kind == "complete"
+                reason = f": {end.reason}" if end.reason else ""
+                fix = "Call reopen to continue there."
+                if end.kind == "complete":
+                    fix = "A complete log stays: begin another stream."
                 raise RuntimeError(
-                    f"Expected the log of stream {self.name} to be open. Received: it is {end.kind} after {end.published} samples"
-                    + (f": {end.reason}. " if end.reason else ". ")
-                    + (
-                        "A complete log stays: begin another stream."
-                        if complete
-                        else "Call reopen to continue there."
-                    )
+                    f"Expected the log of stream {self.name} to be open. Received: it is {end.kind} after {end.published} "
+                    f"samples{reason}. {fix}"
                 )
             return self._append(refs)
 
@@ -238,6 +236,7 @@ class RefChannel(ABC):
                 "Resume a run with the log that it was trained on."
             )
         with self._committing():
+            # Read again under the lock, so that a slower commit does not move it back.
             if position > self.committed():
                 self._move_watermark(position)
 
@@ -329,6 +328,7 @@ class RefChannel(ABC):
                     f"Expected the live stream {self.name} to be read by one trainer at a time. Received: one more, in addition to "
                     f"{self._trainer.holder}. Wait until that one has ended, or begin another stream."
                 )
+            # Asked again: until this process had the lock, another run may have taken the log.
             if not (owner := self._owner()):
                 write_atomically(self._owner_file, json.dumps({"run": run}) + "\n")
             if owner in ("", run):

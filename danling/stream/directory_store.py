@@ -131,12 +131,9 @@ class DirectoryStore(CheckedStore):
                 # Also where the budget has refused one: those before it are published.
                 sync_directory(self._objects)
         except OSError as error:
-            what = (
-                f"object {first!r}"
-                if len(objects) == 1
-                else f"object {first!r} and {len(objects) - 1} more"
-            )
-            raise write_error(f"{what} of {size} bytes", self.path, error, room=ROOM) from error
+            more = f" and {len(objects) - 1} more" if len(objects) > 1 else ""
+            what = f"object {first!r}{more} of {size} bytes"
+            raise write_error(what, self.path, error, room=ROOM) from error
         finally:
             for file in staged.values():
                 file.unlink(missing_ok=True)
@@ -249,9 +246,8 @@ class DirectoryStore(CheckedStore):
 
     def _count(self) -> int:
         try:
-            return int(
-                parse_json(read_bytes(self._usage_file, limit=_USAGE_BYTES, follow=False))["bytes"]
-            )
+            text = read_bytes(self._usage_file, limit=_USAGE_BYTES, follow=False)
+            return int(parse_json(text)["bytes"])
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             self._note(total := self._recount())
             return total
@@ -303,11 +299,8 @@ def _serialize(object_id: str, tensors: Mapping[str, Tensor]) -> bytes:
             raise KeyError(_RESERVED)
         data: bytes = safetensors.torch.save(plain, metadata={_KEY: about})
         return data
-    except (
-        KeyError,
-        ValueError,
-        safetensors.SafetensorError,
-    ) as error:  # it differs between versions
+    # Which of these safetensors raises differs between its versions.
+    except (KeyError, ValueError, safetensors.SafetensorError) as error:
         received = ", ".join(f"{name!r} of {tensor.dtype}" for name, tensor in tensors.items())
         raise TypeError(
             f"Expected names and dtypes that safetensors can store in object {object_id!r}. Received: {received} ({error!r}). Return them "

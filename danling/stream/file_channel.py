@@ -223,9 +223,8 @@ class FileChannel(RefChannel):
             write_all(handle, lines.encode())
             os.fsync(handle)
         except OSError as error:
-            with suppress(
-                OSError
-            ):  # whole lines that stay then are samples, and the next producer cuts off the rest
+            # Whole lines that stay in spite of it are samples, and the next producer cuts off the rest.
+            with suppress(OSError):
                 os.ftruncate(handle, self._scanned)
             raise write_error(what, self._log, error, room=ROOM) from error
         finally:

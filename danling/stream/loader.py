@@ -8,7 +8,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
@@ -85,9 +86,8 @@ def unsaved_updates(runner: BaseRunner) -> int | None:
     if not runner.is_step_mode or settings.load_only:
         return None
     # A save in the background may wait for the one before it, and is on the disk an interval later then.
-    return runner.checkpoint_interval * (
-        2 if CheckpointSettings.from_config(settings).is_async else 1
-    )
+    intervals = 2 if CheckpointSettings.from_config(settings).is_async else 1
+    return runner.checkpoint_interval * intervals
 
 
 class StreamLoader(UpdateLoader):
@@ -273,9 +273,9 @@ class StreamLoader(UpdateLoader):
     def _claim(self) -> None:
         """Take the log for this run, on the main process."""
         if self._owns is None and self._context.is_main:
-            self._owns = self.channel.claim(
-                f"process {os.getpid()}" if self._runner is None else self._runner.id
-            )
+            # A loop without a runner has no lineage to come back with: the log is then that of this process.
+            run = f"process {os.getpid()}" if self._runner is None else self._runner.id
+            self._owns = self.channel.claim(run)
             if not self._owns and self.retain != "all":
                 logger.info(
                     "Stream %s belongs to another run: it is read, and nothing of it is freed.",
@@ -320,27 +320,19 @@ class StreamLoader(UpdateLoader):
 
     def _read(self) -> Iterator[Batch]:
         known: deque[tuple[Batch, list[SampleRef]]] = deque()
-        ahead: deque[tuple[Batch, list[SampleRef], Future[list[Sample]] | None]] = deque()
+        ahead: deque[tuple[Batch, Callable[[], list[Sample]]]] = deque()
         while True:
             while len(ahead) <= self.prefetch:
                 if not known:
                     known.extend(self._open(wait=not ahead))
                 if not known:
                     break
-                if self._pool is None and self.prefetch:
-                    self._pool = ThreadPoolExecutor(1, thread_name_prefix="danling-stream")
                 batch, refs = known.popleft()
-                ahead.append(
-                    (
-                        batch,
-                        refs,
-                        self._pool.submit(self._fetch, refs) if self._pool is not None else None,
-                    )
-                )
+                ahead.append((batch, self._begin_fetch(refs)))
             if not ahead:
                 return
-            batch, refs, fetched = ahead.popleft()
-            samples = self._fetch(refs) if fetched is None else fetched.result()
+            batch, fetched = ahead.popleft()
+            samples = fetched()
             if self.collate_fn is None:
                 yield batch._replace(data=default_collate([dict(sample) for sample in samples]))
             else:
@@ -349,6 +341,15 @@ class StreamLoader(UpdateLoader):
                     derive_seed(share.seed, "read", share.split, self.epoch, batch.place[0])
                 )
                 yield batch._replace(data=self.collate_fn(samples))
+
+    def _begin_fetch(self, refs: Sequence[SampleRef]) -> Callable[[], list[Sample]]:
+        """Return what returns the samples: a thread reads them from now on, but where nothing is read ahead."""
+        if not self.prefetch:
+            return partial(self._fetch, refs)
+        if self._pool is None:
+            # One thread, so that samples are read in the order of the log.
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="danling-stream")
+        return self._pool.submit(self._fetch, refs).result
 
     def _fetch(self, refs: Sequence[SampleRef]) -> list[Sample]:
         return [Sample(self.store.get(ref), ref) for ref in refs]
@@ -375,14 +376,8 @@ class StreamLoader(UpdateLoader):
         if not self._opened and start == self.consumed:
             self._check_credit(refs)
         samples = len(refs)
-        division = self._division
-        cuts = list(
-            zip(
-                division.cut(samples, self._context.share.rank),
-                division.totals(samples),
-                strict=True,
-            )
-        )
+        parts = self._division.cut(samples, self._context.share.rank)
+        cuts = list(zip(parts, self._division.totals(samples), strict=True))
         self._opened.append((start + samples, refs[-1].id, len(cuts)))
         # Padding has the place that its sample would have, and the first sample of the window.
         return [
@@ -491,10 +486,9 @@ class StreamLoader(UpdateLoader):
         """Go to the beginning of a pass."""
         self.epoch = epoch
         self.consumed = 0
+        # In a later pass it is that of the pass before, which tells the log from another one.
         if epoch == 0:
-            self._last_id = (
-                ""  # else it is that of the pass before, which tells the log from another one
-            )
+            self._last_id = ""
         self._opened.clear()
         self._done = 0
 
@@ -522,9 +516,8 @@ class StreamLoader(UpdateLoader):
         or has come to its end.
         """
         if self.retain != "step":
-            position = (
-                int(state["consumed"]) if int(state["epoch"]) == 0 else sys.maxsize
-            )  # the whole log
+            # In a later pass the whole log has been trained on.
+            position = int(state["consumed"]) if int(state["epoch"]) == 0 else sys.maxsize
             self._durable = max(self._durable, position)
 
     def free(self) -> None:

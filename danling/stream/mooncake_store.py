@@ -148,9 +148,8 @@ class MooncakeStore(CheckedStore):
                 read = self._store.get_into(self._key(object_id), memory.data_ptr(), memory.numel())
                 if read >= 0:
                     return memory[:read].clone()
-                size = (
-                    2 * memory.numel()
-                )  # it may be larger than its reference says, which the caller checks
+                # It may be larger than its reference says, which the caller checks.
+                size = 2 * memory.numel()
             if read in (_MISSING, _UNFINISHED):
                 return None
             if read != _TOO_SMALL:
@@ -164,12 +163,10 @@ class MooncakeStore(CheckedStore):
         """
         self._check_process()
         wanted = list(dict.fromkeys(object_ids))
+        if not wanted:
+            return
         # By force and without asking first: a question, like a read, is a lease for which `remove` is refused.
-        codes = (
-            self._store.batch_remove([self._key(object_id) for object_id in wanted], True)
-            if wanted
-            else []
-        )
+        codes = self._store.batch_remove([self._key(object_id) for object_id in wanted], True)
         for object_id, code in zip(wanted, codes):
             if code not in (0, _MISSING, _UNFINISHED):
                 raise self._failed(f"free object {object_id!r}", code)

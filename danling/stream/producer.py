@@ -47,13 +47,14 @@ def by_sample(features: object, ids: Sequence[str]) -> list[Mapping[str, Tensor]
     """Return what `capture` returned, a mapping for each sample."""
     if isinstance(features, Mapping):
         check_tensors(f"the batch that begins with sample {ids[0]!r}", features)
-        for name, tensor in features.items():
-            if tensor.ndim == 0 or len(tensor) != len(ids):
-                raise ValueError(
-                    f"Expected feature {name!r} with the {len(ids)} samples of the batch along its first dimension. Received: shape "
-                    f"{tuple(tensor.shape)} for the batch that begins with sample {ids[0]!r}. Return one row for each sample, or a list "
-                    "with a mapping for each."
-                )
+        shapes = {name: tuple(tensor.shape) for name, tensor in features.items()}
+        odd = [name for name, shape in shapes.items() if shape[:1] != (len(ids),)]
+        if odd:
+            raise ValueError(
+                f"Expected feature {odd[0]!r} with the {len(ids)} samples of the batch along its first dimension. Received: shape "
+                f"{shapes[odd[0]]} for the batch that begins with sample {ids[0]!r}. Return one row for each sample, or a list "
+                "with a mapping for each."
+            )
         return [{name: tensor[row] for name, tensor in features.items()} for row in range(len(ids))]
     if (
         isinstance(features, Sequence)
@@ -82,24 +83,27 @@ def check_like(
     another one of the first sample, such as a mask over its tokens.
     """
     lengths = {spec.shape[0] for spec in first.values() if len(spec.shape) > 1}
-    for name in sorted({**specs, **first}):
-        one, other = specs.get(name), first.get(name)
-        if (
-            one is not None
-            and other is not None
-            and one.dtype == other.dtype
-            and len(one.shape) == len(other.shape)
-        ):
-            is_length = len(other.shape) == 1 and (
-                other.shape[0] in lengths or not other.torch_dtype.is_floating_point
-            )
-            if is_length or one.shape[-1:] == other.shape[-1:]:
-                continue
+    odd = [
+        name
+        for name in sorted({**specs, **first})
+        if not _is_like(specs.get(name), first.get(name), lengths)
+    ]
+    if odd:
         raise ValueError(
-            f"Expected {describe(other)} as feature {name!r} of sample {sample!r}, as in the first sample of the log: dtype, number of "
-            f"dimensions and width, the last one, are the same in all. Received: {describe(one)}. Nothing of it was stored: fix `capture` "
-            "and start the producer again, which continues here."
+            f"Expected {describe(first.get(odd[0]))} as feature {odd[0]!r} of sample {sample!r}, as in the first sample of the log: dtype, "
+            f"number of dimensions and width, the last one, are the same in all. Received: {describe(specs.get(odd[0]))}. Nothing of it "
+            "was stored: fix `capture` and start the producer again, which continues here."
         )
+
+
+def _is_like(one: TensorSpec | None, first: TensorSpec | None, lengths: set[int]) -> bool:
+    if one is None or first is None:
+        return False
+    is_length = len(first.shape) == 1 and (
+        first.shape[0] in lengths or not first.torch_dtype.is_floating_point
+    )
+    is_same_kind = one.dtype == first.dtype and len(one.shape) == len(first.shape)
+    return is_same_kind and (is_length or one.shape[-1:] == first.shape[-1:])
 
 
 class Production:
@@ -139,12 +143,10 @@ class Production:
             self._pending = [(self.refer(sample), sample.features) for sample in samples]
         self._committed = self._channel.committed()
         number = len(self._pending)
-        if (
-            self._max_in_flight is not None
-        ):  # the credit is read from the log, so that a restarted producer has it too
-            number = min(
-                number, self._max_in_flight - (self._channel.published() - self._committed)
-            )
+        if self._max_in_flight is not None:
+            # The credit is read from the log, so that a restarted producer has it too.
+            in_flight = self._channel.published() - self._committed
+            number = min(number, self._max_in_flight - in_flight)
         while number > 0:
             try:
                 self.made += self._publish(self._pending[:number])
@@ -153,7 +155,7 @@ class Production:
             except BufferError:
                 if number == 1 and self._channel.published() == self._committed:
                     raise  # nothing is in flight that would make room
-                number //= 2
+                number //= 2  # fewer may fit
         return "waits"
 
     def refer(self, sample: Captured) -> SampleRef:
@@ -486,26 +488,26 @@ class FeatureProducer(Runner):
             data: The batch, on the device.
         """
         ids = [str(sample) for sample in self.sample_ids(data)]
-        for sample in ids:
-            if sample.encode(errors="ignore").decode() != sample:
-                raise ValueError(
-                    f"Expected an id of valid Unicode for a sample. Received: {sample!r}. Name files otherwise, such as by "
-                    "os.fsencode(name).hex()."
-                )
+        odd = [sample for sample in ids if sample.encode(errors="ignore").decode() != sample]
+        if odd:
+            raise ValueError(
+                f"Expected an id of valid Unicode for a sample. Received: {odd[0]!r}. Name files otherwise, such as by "
+                "os.fsencode(name).hex()."
+            )
         first = {sample: place for place, sample in reversed(list(enumerate(ids)))}
         wanted = [
             first[sample] == place and not self.channel.holds(sample)
             for place, sample in enumerate(ids)
         ]
-        for sample, new in zip(ids, wanted, strict=True):
-            self._last_skipped = self._last_skipped if new else sample
+        left_out = [sample for sample, new in zip(ids, wanted, strict=True) if not new]
+        if left_out:
+            self._last_skipped = left_out[-1]
         votes = frozenset({"continue"} if any(wanted) else ())
         if self._goes_together:
             # A forward is a collective: all ranks make it for the one that needs it, and stop with the one that is asked to.
-            votes = agree(
-                self.placement.optimizer,
-                votes | ({"stop"} if self._is_asked_to_stop() else frozenset()),
-            )
+            if self._is_asked_to_stop():
+                votes |= {"stop"}
+            votes = agree(self.placement.optimizer, votes)
             self._stops = self._stops or "stop" in votes
         if self._stops or not votes:
             return [None] * len(ids)

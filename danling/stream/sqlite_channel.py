@@ -58,9 +58,8 @@ class SQLiteChannel(RefChannel):
     def _open(self) -> None:
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
-        if self._ask("PRAGMA user_version") == (
-            0,
-        ):  # asked first, so that a reader never waits for producers
+        # Asked first, so that a reader never waits for producers.
+        if self._ask("PRAGMA user_version") == (0,):
             with self._writing() as database:
                 for statement in _TABLES.split(";"):
                     database.execute(statement)
@@ -82,15 +81,14 @@ class SQLiteChannel(RefChannel):
                 if self._connection is None:
                     self._connection = _connect(self.path)
                 yield self._connection
-            except (
-                sqlite3.DatabaseError,
-                UnicodeDecodeError,
-            ) as error:  # a damaged message is no text
+            # The second, since the message of SQLite about a damaged file may be no text.
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 raise _translated(self.path, error) from error
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         with self._connected() as database:
+            # A writer reads too, within its own transaction.
             if database.in_transaction:
                 yield database
                 return
@@ -129,15 +127,12 @@ class SQLiteChannel(RefChannel):
     def _lines(self, start: int, stop: int) -> Iterator[str]:
         query = "SELECT place, id, ref FROM samples WHERE place >= ? AND place < ? ORDER BY place"
         with self._reading() as database:
-            for expected, (place, sample_id, line) in enumerate(
-                database.execute(query, (start, stop)), start
-            ):
+            rows = database.execute(query, (start, stop))
+            for expected, (place, sample_id, line) in enumerate(rows, start):
                 is_text = isinstance(line, str) and isinstance(sample_id, str)
-                if (
-                    place != expected
-                    or not is_text
-                    or not line.startswith(f'{{"id":{json.dumps(sample_id)},"object":')
-                ):
+                # The id is in the row for its index, and in the reference: damage may have changed one of them.
+                is_whole = is_text and line.startswith(f'{{"id":{json.dumps(sample_id)},"object":')
+                if place != expected or not is_whole:
                     raise ValueError(
                         f"Expected sample {expected} in the log of stream {self.name}. Received: row {place} with id {sample_id!r}. The "
                         "log is damaged. Bring the file back from a copy, or begin another stream."
@@ -176,9 +171,8 @@ class SQLiteChannel(RefChannel):
     def _state(self) -> tuple[StreamEnd | None, int, set[int]]:
         facts = self._facts()
         with self._reading() as database:
-            parts = dict(
-                database.execute("SELECT part, parts FROM parts")
-            )  # logs of earlier versions have them there
+            # Logs of earlier versions have them there.
+            parts = dict(database.execute("SELECT part, parts FROM parts"))
         end = None
         for name, text in facts.items():
             try:

@@ -210,12 +210,10 @@ def check_tensors(owner: str, tensors: Mapping[Any, Any]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-        elif tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-            kind = (
-                "a meta tensor"
-                if tensor.is_meta
-                else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
-            )
+        elif tensor.is_meta:
+            kind = "a meta tensor"
+        elif tensor.is_nested or tensor.layout is not torch.strided:
+            kind = f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
         elif hasattr(tensor, "full_tensor"):
             kind = f"a {type(tensor).__name__}, of which ranks hold parts"
         else:
@@ -230,6 +228,7 @@ def dense(object_id: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of an object, contiguous and on the CPU; those that are so already are not copied."""
     check_tensors(f"object {object_id!r}", tensors)
     return {
+        # What torch conjugates or negates only when it is read would be stored without that.
         name: tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         for name, tensor in tensors.items()
     }
