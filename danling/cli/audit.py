@@ -83,9 +83,8 @@ def run(options: argparse.Namespace) -> int:
     _show(found)
     if options.tolerance is not None and not found.is_same:
         verdict = "Accepted" if is_accepted else "Not accepted"
-        print(
-            f"{verdict} with a tolerance of {options.tolerance:g}{f': {_some(beyond)}' if beyond else ''}."
-        )
+        larger = f": {_some(beyond)}" if beyond else ""
+        print(f"{verdict} with a tolerance of {options.tolerance:g}{larger}.")
     if found.failed is not None:
         last = found.failed.strip().rpartition("\n")[2]
         print(
@@ -99,8 +98,9 @@ def _show(found: AuditResult) -> None:
     """Print whether the stretch is the same; if not, what differs and by how much."""
     from .diff import show_divergences, show_environment
 
-    updates = f"updates {1 if found.start is None else found.start.step + 1} to {found.end.step}"
-    print(f"{updates}: {'bitwise' if found.is_same else 'not'} the same as {found.end.path}")
+    first = 1 if found.start is None else found.start.step + 1
+    same = "bitwise the same" if found.is_same else "not the same"
+    print(f"updates {first} to {found.end.step}: {same} as {found.end.path}")
     if found.is_same:
         return
     names = ("stored", "trained again")
@@ -134,6 +134,7 @@ def _some(names: Sequence[str]) -> str:
 def stretch(text: str) -> tuple[Path, int | None, int | None]:
     """Return the run and the updates that `RUN[:FROM..TO]` names; `None` for one that is left out."""
     run, colon, updates = text.rpartition(":")
+    # A directory may have a colon in its name, as one that is named after a time.
     if not colon or Path(text).is_dir():
         return Path(text), None, None
     start, dots, end = updates.partition("..")

@@ -105,9 +105,8 @@ def run(options: argparse.Namespace) -> int:
             "Write `danling doctor --script -- ...`."
         )
     if options.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = (
-            ""  # before torch looks; the programs that are started have it too
-        )
+        # Before torch looks; the programs that are started have it too.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if options.remote is not None:
         examined = _examine_store(options.remote)
     elif options.quick is not None:
@@ -139,14 +138,8 @@ def examine(skip: set[str], timeout: float) -> Iterator[Check]:
         yield Check("device", "ok", where)
         for backend in kinds:
             # The doctor's own program, which writes one kind of checkpoints.
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(processes),
-            ]
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", str(processes)]
             command += ["-m", "danling.cli.doctor_job", backend]
             try:
                 for check in _examine_program(command, _UPDATES, timeout):
@@ -167,12 +160,10 @@ def _devices() -> tuple[int, str]:
     if kind is None:
         return 2, "2 processes on the CPU: no accelerator that torch can use"
     count = torch.accelerator.device_count()
-    processes = min(count, 2)
     name = device_name(torch.device(kind, 0))
-    return (
-        processes,
-        f"{processes} process{'es' if processes > 1 else ''} on {kind} ({name}; {count} in all)",
-    )
+    if count == 1:
+        return 1, f"1 process on {kind} ({name}; 1 in all)"
+    return 2, f"2 processes on {kind} ({name}; {count} in all)"
 
 
 def _examine_program(program: Sequence[str], updates: int, timeout: float) -> Iterator[Check]:
@@ -240,6 +231,7 @@ def _try_compiler(timeout: float) -> tuple[str, str]:
     from danling.graph.compiler import cxx_command, cxx_version  # torch
 
     found = cxx_version()
+    # Only stack=graph and compile.enable need one: a machine without a compiler is in order.
     if found is None:
         return (
             "absent",
@@ -258,5 +250,6 @@ def _try_compiler(timeout: float) -> tuple[str, str]:
 
 def cause(text: str) -> str:
     """Return the line of a program's output that says why it failed: the last exception, else the last line."""
+    # torch begins the lines of a rank's traceback with its number.
     lines = [line.strip() for line in re.sub(r"(?m)^\[rank\d+\]: ?", "", text).strip().splitlines()]
     return ([line for line in lines if _EXCEPTION.match(line)] or lines or [""])[-1]

@@ -52,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
         print_json(facts)
         return OK
     for name, value in facts.items():
-        if isinstance(value, dict):
-            print(f"{name}:")
-            for key, item in value.items():
-                print(f"  {key}: {item if item is not None else 'not installed'}")
-        else:
+        if not isinstance(value, dict):
             print(f"{name}: {value}")
+            continue
+        print(f"{name}:")
+        for key, item in value.items():
+            print(f"  {key}: {'not installed' if item is None else item}")
     return OK
 
 
@@ -68,6 +68,9 @@ def environment() -> dict[str, object]:
         for k, v in sorted(os.environ.items())
         if _VARIABLES.fullmatch(k) and not _SECRET.search(k)
     }
+    # Those that this process may use, which macOS does not say.
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = os.cpu_count() if affinity is None else len(affinity(0))
     try:
         memory = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
     except (AttributeError, ValueError, OSError):
@@ -76,9 +79,7 @@ def environment() -> dict[str, object]:
         "danling": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
-        "cpu_count": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cpu_count": cores,
         "memory": memory,
         "gpus": ", ".join(_gpus()) or "none",
         "packages": {name: _installed(name) for name in PACKAGES},

@@ -110,11 +110,9 @@ def run(options: argparse.Namespace) -> int:
         facts = {"layout": {**degrees, "stage": options.stage}, "world_size": ranks}
         print_json({**facts, "parameters": parameters, "bytes_per_rank": parts})
         return OK
-    active = (
-        ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-        or "no axis above 1"
-    )
-    print(f"{parameters:.4g} parameters on {ranks} ranks ({active}), ZeRO stage {options.stage}\n")
+    active = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    axes = active or "no axis above 1"
+    print(f"{parameters:.4g} parameters on {ranks} ranks ({axes}), ZeRO stage {options.stage}\n")
     rows = [(name, as_bytes(size)) for name, size in parts.items() if size or name == "total"]
     print_table(("on each rank", "memory"), rows)
     print("\nActivations, buffers, parameters gathered for a moment and communicators come on top.")
@@ -188,16 +186,17 @@ def bytes_per_rank(
     whole, divided = elements(model, {**degrees, "shard": 1}), elements(model, degrees)
     tensors, scalars = OPTIMIZER_STATES[optimizer]
     kept = divided if stage >= 1 else whole
-    weights = (divided if stage == 3 else whole) * DTYPE_BYTES[precision]
+    gradients = divided if stage >= 2 else whole
+    weights = divided if stage == 3 else whole
     kept_bytes = DTYPE_BYTES["fp32" if master else precision]
+    has_master = master and precision != "fp32"
+    averages = weights * max(DTYPE_BYTES[precision], DTYPE_BYTES["fp32"])  # in float32 at least
     parts = {
-        "parameters": weights,
-        "gradients": (divided if stage >= 2 else whole) * DTYPE_BYTES[grad_precision or precision],
+        "parameters": weights * DTYPE_BYTES[precision],
+        "gradients": gradients * DTYPE_BYTES[grad_precision or precision],
         "optimizer": kept * tensors * kept_bytes + scalars * SCALAR_BYTES * len(model.shapes),
-        "master": kept * DTYPE_BYTES["fp32"] if master and precision != "fp32" else 0,
-        "ema": (divided if stage == 3 else whole) * max(DTYPE_BYTES[precision], DTYPE_BYTES["fp32"])
-        if ema
-        else 0,
+        "master": kept * DTYPE_BYTES["fp32"] if has_master else 0,
+        "ema": averages if ema else 0,
     }
     rounded = {name: math.ceil(value) for name, value in parts.items()}
     return {**rounded, "total": sum(rounded.values())}

@@ -23,6 +23,7 @@ _WIDTH = 110
 _NAMES = 13
 _MOST_LINES = 5
 _LEFT_TO_JSON = frozenset({"environment.versions", "environment.variables"})
+"""Mappings that would fill the screen."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,25 +60,22 @@ def run(options: argparse.Namespace) -> int:
 def explain(run: Run) -> dict[str, list[str]]:
     """Return what a run trained: by section, the lines of it. Without `metadata/run.json`, only what its other files say."""
     config = run.config
-    directory = Path(
-        str(
-            config.get("checkpoint_dir")
-            or run.path / str(config.get("checkpoint.dir_name", "checkpoints"))
-        )
-    )
+    usual = run.path / str(config.get("checkpoint.dir_name", "checkpoints"))
+    directory = Path(str(config.get("checkpoint_dir") or usual))
     saved = newest_record(directory)
+    # The last line of metrics may be some updates older.
     step = run.step if saved is None else saved.step
     budget = f" of {as_text(config['steps'])}" if config.get("steps") else ""
-    progress = [
-        f"trained to step {step}{budget}" if step is not None else "no step was logged",
-        "no checkpoint was saved" if saved is None and step is not None else "",
-        f"{max(run.results, default=0)} of {as_text(config['epochs'])} epochs"
-        if config.get("epochs")
-        else "",
-        f"attempts {run.attempts}" if run.attempts else "",
-        f"last written {run.changed:%Y-%m-%d %H:%M} UTC" if run.changed else "",
-    ]
-    sections = {"run": [", ".join(filter(None, progress))], "settings": [_line(run.chosen)]}
+    progress = ["no step was logged" if step is None else f"trained to step {step}{budget}"]
+    if saved is None and step is not None:
+        progress.append("no checkpoint was saved")
+    if config.get("epochs"):
+        progress.append(f"{max(run.results, default=0)} of {as_text(config['epochs'])} epochs")
+    if run.attempts:
+        progress.append(f"attempts {run.attempts}")
+    if run.changed:
+        progress.append(f"last written {run.changed:%Y-%m-%d %H:%M} UTC")
+    sections = {"run": [", ".join(progress)], "settings": [_line(run.chosen)]}
     for name, about in run.record.items():
         sections[name] = _lines(name, about) if isinstance(about, Mapping) else [as_text(about)]
     steps, rates = run.curve("train/learning_rate")
@@ -97,12 +95,11 @@ def explain(run: Run) -> dict[str, list[str]]:
         results.append(f"last, at {last_index}: {', '.join(figures)}")
     sections["results"] = results
     sizes = checkpoint_sizes(directory)
-    disk = (
-        f"checkpoints take {as_bytes(sum(sizes))}; the last one {as_bytes(sizes[-1])}"
-        if sizes
-        else ""
-    )
-    sections["disk"] = [disk or "no checkpoint here"]
+    sections["disk"] = ["no checkpoint here"]
+    if sizes:
+        sections["disk"] = [
+            f"checkpoints take {as_bytes(sum(sizes))}; the last one {as_bytes(sizes[-1])}"
+        ]
     if not run.record:
         sections["missing"] = [
             "metadata/run.json, which a run writes when it begins to train: model, data, optimizer, software and devices are unknown"
@@ -114,23 +111,18 @@ def _lines(name: str, about: Mapping[str, object]) -> list[str]:
     """Return the plain values of a section in a line, and each mapping in it in one more."""
     lines = [_line({key: value for key, value in about.items() if not _mappings(value)})]
     for key, value in about.items():
-        if f"{name}.{key}" not in _LEFT_TO_JSON:
-            found = _mappings(value)
-            lines += [f"{key}: {_line(each)}" for each in found[:_MOST_LINES]]
-            lines += (
-                [f"and {len(found) - _MOST_LINES} more, which --json has"]
-                if len(found) > _MOST_LINES
-                else []
-            )
+        if f"{name}.{key}" in _LEFT_TO_JSON:
+            continue
+        found = _mappings(value)
+        lines += [f"{key}: {_line(each)}" for each in found[:_MOST_LINES]]
+        if len(found) > _MOST_LINES:
+            lines.append(f"and {len(found) - _MOST_LINES} more, which --json has")
     return list(filter(None, lines))
 
 
 def _mappings(value: object) -> list[Mapping[str, object]]:
-    return [
-        each
-        for each in (value if isinstance(value, list) else [value])
-        if isinstance(each, Mapping)
-    ]
+    entries = value if isinstance(value, list) else [value]
+    return [each for each in entries if isinstance(each, Mapping)]
 
 
 def _line(values: Mapping[str, object]) -> str:

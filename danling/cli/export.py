@@ -73,16 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verify, read and write."""
     _check_output(options)
-    with checkpoint_at(
-        options.checkpoint, files=["metadata"] if options.format == "hf" else []
-    ) as path:
+    is_described = options.format == "hf"
+    files = ["metadata"] if is_described else []
+    with checkpoint_at(options.checkpoint, files=files) as path:
         _check_place(options.output, path)
         found = read_weights(
             path,
             "trained" if options.trained else options.ema,
             own_dtype=options.dtype is None,
             trust=options.trust,
-            complete=options.format == "hf",
+            complete=is_described,
         )
         written = _write(options, path, found)
     sizes = {str(file): file.stat().st_size for file in written}
@@ -203,28 +203,29 @@ def read_weights(
     store, found = locate(source)
     store.verify(found, "full")
     target = store.target(found)
+    # A file that was copied without its manifest, which says the step otherwise.
     alone = isinstance(store, FileStore) and not has_sums(found)
-    sections = [
-        "model",
-        *([] if which == "trained" else ["ema"]),
-        *(["state"] if alone else []),
-        *(["frozen"] if complete else []),
-    ]
+    wanted = {"model": True, "ema": which != "trained", "state": alone, "frozen": complete}
+    sections = [name for name, is_wanted in wanted.items() if is_wanted]
     payload = read_payload(target, sections=sections, trust=trust)
     model: Any = payload.get("model")
     averaged = evaluated_weights(model, payload.get("ema")) if isinstance(model, Mapping) else None
     if model is None or (which in ("instead", "beside") and averaged is None):
-        wanted = "a model" if model is None else "averaged weights; leave --ema out"
+        lacks = "a model" if model is None else "averaged weights; leave --ema out"
         # The payload has only what was asked for.
         sections = sorted(payload if is_engine_target(target) else read_contents(found).sections())
         raise CheckpointMismatch(
-            f"Expected a checkpoint with {wanted}. Received: {found} with {sections}."
+            f"Expected a checkpoint with {lacks}. Received: {found} with {sections}."
         )
-    for name, value in model.items():
-        if not isinstance(name, str) or not hasattr(value, "untyped_storage"):
-            raise CheckpointMismatch(
-                f"Expected tensors by name as weights. Received: {found} with {str(name)[:80]!r} of {type(value).__name__}."
-            )
+    odd = [
+        (str(name)[:80], type(value).__name__)
+        for name, value in model.items()
+        if not isinstance(name, str) or not hasattr(value, "untyped_storage")
+    ]
+    if odd:
+        raise CheckpointMismatch(
+            f"Expected tensors by name as weights. Received: {found} with {odd[0][0]!r} of {odd[0][1]}."
+        )
     if "frozen" in payload:
         raise CheckpointMismatch(
             f"Expected all weights of the model for --format hf, since from_pretrained initialises missing ones. Received: {found}, which "
@@ -235,11 +236,8 @@ def read_weights(
             f"danling: {found} has no checksums next to it: verified by those inside of it, {moment(payload)}",
             file=sys.stderr,
         )
-    step = (
-        payload.get("state", {}).get("train", {}).get("global_step")
-        if alone
-        else store.record(found).step
-    )
+    train = payload.get("state", {}).get("train", {})
+    step = train.get("global_step") if alone else store.record(found).step
     if averaged is None:
         return FoundWeights(dict(model), None, step, "trained")
     if own_dtype:

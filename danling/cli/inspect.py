@@ -25,6 +25,7 @@ from .output import OK, add_json, as_bytes, print_json, print_table
 from .source import checkpoint_at, is_url
 
 _HEADER_LIMIT = 100 << 20
+"""Bytes of the largest header that is read; the format allows 100 MB."""
 _MODEL = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 
@@ -84,10 +85,12 @@ def run(options: argparse.Namespace) -> int:
 
 def describe(contents: Outline) -> dict[str, object]:
     """Return the known facts about a checkpoint in a few plain values."""
-    state = contents.plain.get("state", {}) if contents.is_own else {}
+    # A file of another program may have other things under these names.
+    plain = contents.plain if contents.is_own else {}
+    state = plain.get("state", {})
     scores = state.get("scores") or {}
     facts = {
-        "format_version": contents.plain.get("format_version") if contents.is_own else None,
+        "format_version": plain.get("format_version"),
         **(contents.record or {}),
         "world_size": state.get("elastic", {}).get("world_size"),
         "samples": state.get("train", {}).get("samples"),
@@ -117,6 +120,7 @@ def read_contents(source: str | Path) -> Outline:
         # Tensors stay unread, so that sizes are enough.
         store.verify(found, "size")
     contents = read_outline(target)
+    # A file of another program has no sizes to be compared with.
     if contents.is_own and not target.is_dir():
         store.verify(found, "size")
     try:

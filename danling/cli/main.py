@@ -65,7 +65,9 @@ def parser(chosen: str = "", *, whole: bool = False) -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"danling {__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in SUBCOMMANDS if chosen not in SUBCOMMANDS else (chosen,):
+    # Another command is left out, since its module, and maybe torch, would be imported for its line of help.
+    names = (chosen,) if chosen in SUBCOMMANDS else SUBCOMMANDS
+    for name in names:
         module = import_module(f"danling.cli.{name.replace('-', '_')}")
         text = str(module.__doc__)
         command = commands.add_parser(
@@ -113,12 +115,12 @@ def _main(arguments: Sequence[str] | None) -> int:
         root.error(
             f"a command is missing. The commands are {', '.join(SUBCOMMANDS)}; danling --help describes them."
         )
+    if chosen in _TRAINS:
+        root.error(
+            f"unknown command {chosen!r}. Your program trains: run `python train.py`, or `torchrun --nproc-per-node 2 train.py` on "
+            "several processes. These commands look at what it leaves."
+        )
     if chosen and chosen not in SUBCOMMANDS:
-        if chosen in _TRAINS:
-            root.error(
-                f"unknown command {chosen!r}. Your program trains: run `python train.py`, or `torchrun --nproc-per-node 2 train.py` on "
-                "several processes. These commands look at what it leaves."
-            )
         root.error(
             f"unknown command {chosen!r}.{did_you_mean(chosen, SUBCOMMANDS)} The commands are {', '.join(SUBCOMMANDS)}."
         )
@@ -127,7 +129,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         options.command_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.program = words[end + 1 :]
     try:
-        with _ended_by_sigterm() if chosen in WITH_PROGRAM else nullcontext():
+        ends = _ended_by_sigterm() if chosen in WITH_PROGRAM else nullcontext()
+        with ends:
             code: int = options.run(options)
         sys.stdout.flush()
         return code
@@ -144,6 +147,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the block as an exception does: with its processes, and its scratch directory. A second one is ignored."""
+    # Only the main thread may set what a signal does; a program may call `main` in another one.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -163,10 +167,8 @@ def _explained(error: Exception) -> int:
     """Say what went wrong in one line and return its exit code; what no user can fix keeps its traceback."""
     if isinstance(error, ImportError) and str(error).startswith("Expected"):
         code = MISSING_PACKAGE
-    elif (
-        isinstance(error, FileNotFoundError) or type(error).__name__ == "RemoteMissing"
-    ):  # of an extension
-        code = NOTHING_THERE
+    elif isinstance(error, FileNotFoundError) or type(error).__name__ == "RemoteMissing":
+        code = NOTHING_THERE  # the second by name: its class is of an extension, which may not be loaded
     elif isinstance(error, (ValueError, OSError)):
         code = WRONG_USAGE
     elif isinstance(error, CheckpointError):

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,10 +54,9 @@ def at_least(low: float, kind: type[int] | type[float] = int) -> Callable[[str],
     """Return the `type` of an option that takes a number of at least `low`."""
 
     def parse(text: str) -> float:
-        try:
+        value = kind(low - 1)
+        with suppress(ValueError):  # whose text would not say what is expected
             value = kind(text)
-        except ValueError:
-            value = kind(low - 1)
         if not low <= value < math.inf:
             raise argparse.ArgumentTypeError(
                 f"Expected a number of at least {low:g}. Received: {text!r}."
@@ -89,9 +89,10 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 def as_bytes(size: float) -> str:
     """Return a number of bytes in the unit that suits it: `588 B`, `50.3 kB`."""
     unit = 0
+    # From there on three digits would be rounded to 1000.
     while size >= 999.5 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
-    return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"
+    return f"{size:.3g} {_UNITS[unit]}"
 
 
 def name_problems(runs: Sequence[Run]) -> int:

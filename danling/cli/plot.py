@@ -29,6 +29,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 
 _STYLES = {"train": "-", "train_mean": ":"}
 _ASIDE = frozenset({"skipped_updates", "eta_seconds", "memory_host_gib", "step_seconds"})
+"""Figures of the pace, which are drawn only where they are asked for."""
 _NAMED, _MOST_PANELS = 20, 100
 _WIDTH, _HEIGHT = 4.6, 3.0
 
@@ -62,11 +63,11 @@ def run(options: argparse.Namespace) -> int:
     if options.output.suffix.lower() != ".png":
         raise ValueError(f"Expected --output to end in .png. Received: {str(options.output)!r}.")
     with runs_at(*options.paths) as found:
-        for path, below in zip(options.paths, found):
-            if not below:
-                raise FileNotFoundError(
-                    f"Expected a run directory or a directory of runs. Received: {path!r}, which has none."
-                )
+        empty = [path for path, below in zip(options.paths, found) if not below]
+        if empty:
+            raise FileNotFoundError(
+                f"Expected a run directory or a directory of runs. Received: {empty[0]!r}, which has none."
+            )
         runs = list({run.path.resolve(): run for below in found for run in below}.values())
         names = [run.name for run in runs]
         # Two roots may have runs of the same name: then only the path tells them apart.
@@ -81,11 +82,8 @@ def run(options: argparse.Namespace) -> int:
         drawn = [
             run for run in logged if any(run.curve(name, by=options.by)[0] for name in chosen)
         ] or logged
-        for run in runs:
-            if run not in drawn and not run.problems:
-                print(
-                    f"danling: not drawn, since it has no such metrics: {run.path}", file=sys.stderr
-                )
+        for run in (run for run in runs if run not in drawn and not run.problems):
+            print(f"danling: not drawn, since it has no such metrics: {run.path}", file=sys.stderr)
         figure = draw_curves(
             drawn,
             figures=options.figure,
@@ -182,12 +180,12 @@ def group(runs: Sequence[Run], figures: Sequence[str] = ()) -> dict[str, list[st
         raise FileNotFoundError(
             "Expected runs with metrics in metrics.jsonl. Received: none. Name runs that have logged."
         )
-    for wanted in figures:
-        if not any(wanted in (name, quantity_of(name)) for name in known):
-            some = ", ".join(known[:_NAMED]) + (
-                f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
-            )
-            raise ValueError(f"Expected a metric that was logged: {some}. Received: {wanted!r}.")
+    unknown = set(figures) - {*known, *map(quantity_of, known)}
+    if unknown:
+        more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+        raise ValueError(
+            f"Expected a metric that was logged: {', '.join(known[:_NAMED])}{more}. Received: {min(unknown)!r}."
+        )
     if figures:
         chosen = [name for name in known if {name, quantity_of(name)} & set(figures)]
     else:

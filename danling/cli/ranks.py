@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from danling.reporting.rank_times import ACTIVITIES, rank_table
+from danling.reporting.rank_times import ACTIVITIES, RankRow, rank_table
 
 from .output import OK, add_json, name_problems, print_json, print_table
 from .source import one_run
@@ -48,22 +48,14 @@ def run(options: argparse.Namespace) -> int:
         if changes:
             print_table(_CHANGE, changes)
         if rows:
-            times = [[round(row.seconds[name], 1) for name in ACTIVITIES] for row in rows]
-            print_table(
-                _HEAD,
-                [
-                    (
-                        row.rank,
-                        row.host,
-                        round(row.lost, 1),
-                        f"{100 * row.share:.1f}%",
-                        row.cause,
-                        *seconds,
-                    )
-                    for row, seconds in zip(rows, times)
-                ],
-            )
+            print_table(_HEAD, [_rank(row) for row in rows])
         return code
+
+
+def _rank(row: RankRow) -> tuple[object, ...]:
+    """Return a line of the table of ranks."""
+    seconds = (round(row.seconds[name], 1) for name in ACTIVITIES)
+    return row.rank, row.host, round(row.lost, 1), f"{100 * row.share:.1f}%", row.cause, *seconds
 
 
 def _change(record: Mapping[str, Any]) -> tuple[object, ...]:

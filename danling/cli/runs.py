@@ -92,15 +92,9 @@ def run(options: argparse.Namespace) -> int:
         print_table(list(SUMMARY.values()), [[row[name] for name in SUMMARY] for row in rows])
         if differences:
             print("\nsettings that differ")
-            print_table(
-                ("run", *differences),
-                list(
-                    zip(
-                        (r.name for r in runs),
-                        *([as_text(v) for v in of] for of in differences.values()),
-                    )
-                ),
-            )
+            columns = [[run.name for run in runs]]
+            columns += [[as_text(value) for value in of] for of in differences.values()]
+            print_table(("run", *differences), list(zip(*columns)))
         if streams:
             print("\nstreams")
             print_table(_STREAM_HEAD, [_stream_row(stream) for stream in streams])

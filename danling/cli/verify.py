@@ -74,18 +74,14 @@ def run(options: argparse.Namespace) -> int:
         )
     else:
         for verdict in verdicts:
-            about = (
-                ""
-                if verdict["step"] is None
-                else f"  step {verdict['step']}, epoch {verdict['epoch']}"
-            )
-            print(
-                f"{'DAMAGED' if verdict['problems'] else 'ok':8}{as_text(verdict['path'])}{about}"
-            )
-            if verdict["note"] and not verdict["problems"]:
-                print(f"        {as_text(verdict['note'])}")
-            for problem in verdict["problems"]:
-                print(f"        {as_text(problem)}")
+            problems = verdict["problems"]
+            at = f"  step {verdict['step']}, epoch {verdict['epoch']}"
+            about = "" if verdict["step"] is None else at
+            print(f"{'DAMAGED' if problems else 'ok':8}{as_text(verdict['path'])}{about}")
+            # A note only says how a file was compared, which no longer counts once it is damaged.
+            notes = [verdict["note"]] if verdict["note"] else []
+            for text in problems or notes:
+                print(f"        {as_text(text)}")
         for left in litter:
             print(f"{'litter':8}{as_text(left)}")
         if damaged:
@@ -101,9 +97,8 @@ def litter_of(path: Path) -> list[Path]:
     if is_in_use(run):
         return []
     stores = [store for directory in (path, run / "checkpoints") for store in stores_in(directory)]
-    return sorted({left for store in stores for left in store.litter()}) + (
-        litter_in_run(run) if run == path else []
-    )
+    litter = sorted({left for store in stores for left in store.litter()})
+    return litter + litter_in_run(run) if run == path else litter
 
 
 def verify(path: Path, level: str) -> list[dict[str, Any]]:
@@ -123,11 +118,8 @@ def verify(path: Path, level: str) -> list[dict[str, Any]]:
 
 def checkpoints_of(path: Path) -> Iterator[Path]:
     """Yield every checkpoint that a path means, those of which only the checksums are left included."""
-    if (
-        path.is_file()
-        or storage.size_of(path.with_name(path.name + FILE_SUMS)) is not None
-        or (path / SUMS).is_file()
-    ):
+    sums = path.with_name(path.name + FILE_SUMS)
+    if path.is_file() or storage.size_of(sums) is not None or (path / SUMS).is_file():
         yield path
         return
     for directory in (path, path / "checkpoints"):
