@@ -166,16 +166,16 @@ def test_resume_after_the_last_batch_of_a_pass_leaves_the_same_place(
 _SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "persistent"),
     [
-        ("ShufflesFiles", "torch"),
-        ("Remembers", "built"),
+        ("ShufflesFiles", "torch", True),
+        ("Remembers", "built", False),
         *(
-            pytest.param(name, kind, marks=_SLOW)
+            pytest.param(name, kind, persistent, marks=_SLOW)
             for name in sorted(STREAMS)
             for kind in ("built", "torch", "stateful")
+            for persistent in (False, True)
         ),
     ],
 )

@@ -50,6 +50,7 @@ def draws_nothing(data: Any) -> Any:
     return data
 
 
+QUICK = {(0, "stream"), (0, "buffer"), (0, "groups that draw")}
 KINDS: dict[str, Callable[[], Any]] = {
     "map": plain,
     "stream": lambda: stream().map(noisy),
@@ -89,8 +90,14 @@ def read_by_run(
     )
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("workers", "kind"),
+    [
+        pytest.param(workers, kind, marks=[] if (workers, kind) in QUICK else pytest.mark.slow)
+        for workers in (0, 2)
+        for kind in sorted(KINDS)
+    ],
+)
 def test_samples_are_those_of_the_uninterrupted_run(
     kind: str, workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -181,7 +181,7 @@ def _trained(
 
 
 @device.needed
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("offload", [pytest.param(None, marks=pytest.mark.slow), "cpu"])
 def test_shards_on_an_accelerator_train_as_on_the_cpu_also_offloaded(
     offload: str | None, tmp_path: Path
 ) -> None:

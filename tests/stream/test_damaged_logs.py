@@ -185,10 +185,14 @@ def train(root: Path, kind: str, stop_at: int | None = None) -> list[tuple[int, 
         return runner.trace
 
 
-@pytest.mark.parametrize("trained", [0, 2])
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("kind", "older", "place"), [("file", False, 20), ("file", True, 20), ("sqlite", True, 39)]
+    ("kind", "older", "place", "ranks", "trained"),
+    [
+        pytest.param(*log, ranks, trained, marks=pytest.mark.slow if ranks == 2 and log[1] else ())
+        for log in (("file", False, 20), ("file", True, 20), ("sqlite", True, 39))
+        for ranks in (1, 2)
+        for trained in (0, 2)
+    ],
 )
 def test_complete_log_with_a_missing_sample_is_refused_before_an_update(
     tmp_path: Path, kind: str, older: bool, place: int, ranks: int, trained: int

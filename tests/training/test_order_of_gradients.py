@@ -49,7 +49,7 @@ def _trained(place: str, stack: str, *stops: int) -> list[Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("stack", ["ddp", "accelerate"])
+@pytest.mark.parametrize("stack", ["ddp", pytest.param("accelerate", marks=pytest.mark.slow)])
 def test_resumed_run_of_three_ranks_is_bitwise_the_same(tmp_path: Path, stack: str) -> None:
     whole = run_processes(_trained, str(tmp_path / "whole"), stack, 4, world_size=3)
     parts = run_processes(_trained, str(tmp_path / "parts"), stack, 1, 2, 3, 4, world_size=3)

@@ -80,8 +80,14 @@ def train(
         return weights, model[1].seen
 
 
-@pytest.mark.parametrize("backend", ["file", "dcp"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "backend"),
+    [
+        (1, "file"),
+        (2, "dcp"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "dcp"), (2, "file"))),
+    ],
+)
 def test_rest_of_a_resumed_pass_has_the_settings_of_its_beginning(
     world_size: int, backend: str, tmp_path: Path
 ) -> None:

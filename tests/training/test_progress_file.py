@@ -17,6 +17,7 @@ from support.job import Job
 from support.patience import until
 from support.processes import run_processes
 from support.toys import Small, settings
+from support.warm import interpreter
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -348,7 +349,7 @@ def test_a_killed_run_is_left_as_running(how: str) -> None:
     support = str(Path(__file__).parents[1])
     path = os.pathsep.join([support, os.environ.get("PYTHONPATH", "")])
     words = ["killed.py"] if how == "SIGKILL" else ["killed.py", how]
-    with Job([sys.executable, *words], environment={"PYTHONPATH": path}) as job:
+    with Job([interpreter(), *words], environment={"PYTHONPATH": path}) as job:
         job.wait_for_output("third")
         if how == "SIGKILL":
             until(lambda: read(Path("run"))["state"] == "running")

@@ -165,6 +165,7 @@ def train(
 
 KINDS = [Replaced, ReplacedAlike, Extended, Told, Shared]
 LOADERS = [ReplacedLoader, ReplacedLoaderAlike]
+QUICK = [Replaced, Told, Shared, ReplacedLoader]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *LOADERS, ReplacedAtStart])
@@ -182,7 +183,10 @@ def test_each_pass_reads_the_dataset_of_its_epoch(tmp_path: Path, kind: Any) -> 
 @pytest.mark.parametrize(
     ("world_size", "workers", "kind"),
     [
-        *((1, 0, kind) for kind in (*KINDS, *LOADERS)),
+        *(
+            pytest.param(1, 0, kind, marks=[] if kind in QUICK else pytest.mark.slow)
+            for kind in (*KINDS, *LOADERS)
+        ),
         (2, 1, KINDS[0]),
         *(pytest.param(2, 1, kind, marks=pytest.mark.slow) for kind in KINDS[1:]),
     ],

@@ -187,7 +187,7 @@ STACKS: dict[str, tuple[int, dict[str, Any]]] = {
     "graph": (1, {"stack": "graph", "compile": {"backend": "eager"}}),
     "deepspeed": (1, {"stack": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 1}}}),
 }
-QUICK = ("ddp", "ddp, 2 ranks", "fsdp, 2 ranks", "deepspeed")
+QUICK = ("ddp", "fsdp, 2 ranks", "deepspeed")
 
 
 @pytest.mark.timeout(300)

@@ -175,7 +175,9 @@ _LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", _LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["one", pytest.param("copies", marks=pytest.mark.slow), "shards"]
+)
 def test_update_does_not_wait_for_the_device(tmp_path: Path, layout: str) -> None:
     names, settings = _LAYOUTS[layout]
     world_size = 1 if layout == "one" else 2

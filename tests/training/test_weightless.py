@@ -104,10 +104,18 @@ STACKS: dict[str, tuple[int, dict[str, Any]]] = {
 CASES = [(stack, "plain", 2) for stack in STACKS if not stack.startswith("ddp")]
 CASES += [("ddp", "criterion", 4), ("ddp, 2 ranks", "criterion", 2), ("ddp, 2 ranks", "plain", 4)]
 CASES += [("ddp", "parts", 2), ("ddp, 2 ranks", "own step", 2), ("fsdp, 2 ranks", "own step", 2)]
+FURTHER = [
+    ("graph, 2 ranks", "plain", 2),
+    ("ddp, 2 ranks", "plain", 4),
+    ("fsdp, 2 ranks", "own step", 2),
+]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("stack", "how", "accum_steps"), CASES)
+@pytest.mark.parametrize(
+    ("stack", "how", "accum_steps"),
+    [pytest.param(*case, marks=pytest.mark.slow if case in FURTHER else ()) for case in CASES],
+)
 def test_a_micro_batch_without_weight_adds_exactly_zero(
     tmp_path: Path, stack: str, how: str, accum_steps: int
 ) -> None:
