@@ -277,6 +277,31 @@ def test_lost_rows_are_named(
     )
 
 
+@pytest.mark.parametrize("way", ["same process", "save before an update"])
+def test_rows_of_another_run_are_not_missed(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path / "run", steps=4, log_interval=1)
+    with Small(config) as runner:
+        runner.train()
+    other = {**config, "dir": str(tmp_path / "other"), "steps": 6}
+    latest = tmp_path / "run" / "checkpoints" / "latest.pth"
+    if way == "same process":
+        with Small({**other, "steps": 1}) as runner:
+            runner.train()
+            runner.load_checkpoint(latest)
+            runner.config.steps = 6
+            runner.train()
+    else:
+        with Small(other) as runner:
+            runner.load_checkpoint(latest)
+            runner.save_checkpoint()
+        with Small({**other, "auto_resume": True}) as runner:
+            runner.train()
+    assert "lines that were written" not in caplog.text
+    assert [step for step, _ in rows(tmp_path / "other")][-4:] == [5, 5, 6, 6]
+
+
 def losses(run: Path) -> list[int]:
     """Return the steps of which TensorBoard shows a loss, in all attempts."""
     steps = []
