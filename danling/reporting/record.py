@@ -216,6 +216,7 @@ def changed_parts(earlier: Mapping[str, Any], record: Mapping[str, Any]) -> list
                         data[name],
                     )
                 )
+        pairs.append((f"number of samples of {split}", of_split.get("samples"), data["samples"]))
         was = of_split.get("chosen")
         if was is not None and data["chosen"] is not None and was != data["chosen"]:
             chosen.append(f"{split} has other samples of its dataset")

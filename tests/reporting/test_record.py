@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.toys import Small, settings
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import danling as dl
 from danling.reporting.record import _chosen
@@ -159,3 +161,43 @@ def test_a_fold_that_is_in_no_setting_is_told_that_its_run_is_over(
     assert any(
         "name in the configuration what differs, such as fold=1" in line for line in caplog.messages
     )
+
+
+class Growing(Small):
+    """Has more points from pass to pass, beginning with some."""
+
+    def __init__(self, config: Mapping[str, Any], points: int, *, validated: int = 4) -> None:
+        super().__init__(config)
+        self.points = points
+        self.grow(points)
+        self.datasets["val"] = TensorDataset(torch.randn(validated, 4), torch.arange(validated) % 2)
+
+    def grow(self, points: int) -> None:
+        target = torch.arange(points) % 2
+        self.datasets["train"] = TensorDataset(torch.randn(points, 4), target)
+
+    def on_pass_start(self, split: str) -> None:
+        self.grow(self.points + 4 * self.state.train.epoch)
+
+
+@pytest.mark.parametrize(
+    ("points", "validated", "named"),
+    [
+        (8, 4, ""),
+        (12, 4, "number of samples of train was 8, is 12."),
+        (8, 3, "number of samples of val was 4, is 3."),
+    ],
+)
+def test_data_of_another_length_are_named_once(
+    points: int, validated: int, named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that grow in training are not."""
+    config = settings(tmp_path, auto_resume=True)
+    with Growing({**config, "epochs": 2}, 8) as run:
+        run.train()
+    for epochs, expected in ((3, named), (4, "")):
+        caplog.clear()
+        with Growing({**config, "epochs": epochs}, points, validated=validated) as run:
+            run.train()
+        lines = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        assert len(lines) == bool(expected) and expected in "".join(lines)
