@@ -349,15 +349,19 @@ class TokenBudget(_Grouped):
 
     def collate(self, documents: Sequence[Any]) -> dict[str, Tensor]:
         """Return the batch of some documents, padded to the longest."""
-        batch: dict[str, Tensor] = {}
-        for key in self.keys:
-            tokens = [
+        columns = {
+            key: [
                 torch.as_tensor(each[key] if isinstance(each, Mapping) else each)
                 for each in documents
             ]
+            for key in self.keys
+        }
+        batch: dict[str, Tensor] = {}
+        for key, values in columns.items():
             filling = IGNORED if key == "labels" else self.pad
-            batch[key] = pad_sequence(tokens, batch_first=True, padding_value=filling)
-        lengths = torch.tensor([len(each) for each in tokens])
+            batch[key] = pad_sequence(values, batch_first=True, padding_value=filling)
+        # The first key has the tokens: another one, such as the text to be generated, may have other lengths.
+        lengths = torch.tensor([len(tokens) for tokens in columns[self.keys[0]]])
         batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
         if "labels" not in batch:
             batch["labels"] = batch[self.keys[0]].masked_fill(batch["attention_mask"] == 0, IGNORED)

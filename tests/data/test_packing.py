@@ -139,6 +139,21 @@ def test_batches_of_a_number_of_tokens() -> None:
     assert sum(spread) / len(spread) < 6, "of similar length: drawn at random it is more than 20"
 
 
+def test_mask_of_a_padded_batch_is_that_of_the_first_key() -> None:
+    documents = [
+        {"input_ids": [11, 12, 13], "summary": [21]},
+        {"input_ids": [14], "summary": [22, 23, 24]},
+    ]
+    budget = TokenBudget(documents, 8, [3, 1], keys=("input_ids", "summary"), pad=9)
+    batch = {name: values.tolist() for name, values in budget.collate(documents).items()}
+    assert batch == {
+        "input_ids": [[11, 12, 13], [14, 9, 9]],
+        "summary": [[21, 9, 9], [22, 23, 24]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+        "labels": [[11, 12, 13], [14, -100, -100]],
+    }
+
+
 def test_batches_of_a_budget_have_little_padding() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = (torch.randn(9000, generator=generator) * 0.9 + 4).exp().clamp(1, 2048).int()
