@@ -122,6 +122,7 @@ def _check_output(options: argparse.Namespace) -> None:
 
 def _check_place(output: Path, checkpoint: Path) -> None:
     """Refuse to write among a run's checkpoints: bare weights in place of one could not be resumed from, and verify as damaged."""
+    # Without links: a pointer such as `latest`, or the run directory, may be one.
     source = Path(os.path.realpath(locate(checkpoint)[1])).parent
     directory = source.parent if source.name == TARGETS else source
     is_of_run = directory.name == "checkpoints" or (directory / TARGETS).is_dir()

@@ -173,6 +173,7 @@ def read_safetensors(path: Path) -> Outline:
 def _safetensors_entry(name: str, about: Mapping[str, Any]) -> Entry:
     start, end = about["data_offsets"]
     dtype, shape = about["dtype"], list(about["shape"])
+    # By type: a boolean counts as an integer otherwise.
     if not isinstance(dtype, str) or not all(
         type(size) is int and size >= 0 for size in (*shape, start, end - start)
     ):

@@ -166,6 +166,7 @@ def _draw(axes: Any, curve: Curve, name: str, smooth: float, color: str | None, 
     if split not in _STYLES:
         axes.plot(xs, ys, linestyle="--", marker="o", markersize=3, **style)
         return
+    # A schedule has no noise, and what is evaluated has few points.
     if smooth and split == "train" and not quantity_of(name).startswith("learning_rate"):
         faint = axes.plot(xs, ys, alpha=0.25, linewidth=0.8, color=color)[0]
         style["color"] = faint.get_color()

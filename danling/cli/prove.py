@@ -76,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
         print_json(asdict(report))
     else:
         print(report)
+    # Any other verdict says that it could not be checked.
     return {"same": OK, "different": DAMAGED}.get(report.verdict, WRONG_USAGE)
 
 

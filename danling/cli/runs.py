@@ -77,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
             print_json(
                 {"runs": [run.summary() for run in runs], "differences": keyed, "streams": streams}
             )
+            # To a program, an empty list is an answer.
             return name_problems(runs) if runs else NOTHING_THERE
         if not runs:
             raise FileNotFoundError(

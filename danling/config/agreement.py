@@ -88,6 +88,7 @@ def check_alike(config: RunnerConfig, gather: Callable[[Any], Sequence[Any]]) ->
         return
     ranks = gather((compared, {key: settings[key] for key in compared}))
     keys = sorted({key for values, _ in ranks for key in values})
+    # By digest, for which 1 and 1.0 are the same, as in the id of a run.
     differing = [
         key
         for key in keys

@@ -21,6 +21,7 @@ def check_sections(config: RunnerConfig) -> None:
             f"Expected steps or epochs, not both. Received: steps={config.steps}, epochs={config.epochs}. Set one of them to none."
         )
     axes = {name: value for name, value in config.parallel.axes.items() if value != 1}
+    # One axis may be -1, which takes the ranks that the others leave.
     wrong = {name: value for name, value in axes.items() if value < 1 and value != -1}
     if wrong or list(axes.values()).count(-1) > 1:
         received = ", ".join(
@@ -140,6 +141,7 @@ def idle_keys_of_stack(config: RunnerConfig, stack: str) -> list[str]:
     if stack not in STACKS:
         return []
     row = STACKS[stack]
+    # A stack without a default writes its own kind, whatever the setting says.
     is_fixed = config.checkpoint.backend == "auto" or row.default_backend is None
     backend = row.default_backend if is_fixed else config.checkpoint.backend
     unread = list(row.unread)

@@ -49,6 +49,7 @@ def members_of(hint: object) -> tuple[object, ...]:
     inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if get_origin(inner) in (Union, types.UnionType):
         return tuple(member for argument in get_args(inner) for member in members_of(argument))
+    # Only numbers have bounds.
     return (hint if inner in (int, float) else inner,)
 
 
@@ -115,6 +116,7 @@ def _convert(value: Any, member: object) -> object:
     elif kind is Literal:
         if _is_exactly(value, member):
             return value
+        # `null` in a file means the choice of this name.
         if value is None and "none" in get_args(member):
             return "none"
         if isinstance(value, str):
@@ -125,9 +127,11 @@ def _convert(value: Any, member: object) -> object:
     elif kind in SEQUENCES:
         return _convert_sequence(value, kind, get_args(member))
     elif kind is bool:
+        # That of NumPy too, which has the second name before NumPy 2.
         if type(value).__name__ in ("bool", "bool_"):
             return bool(value)
     elif kind is int:
+        # `1e3` is a float to Python, and an integer to who writes it.
         if isinstance(value, Real) and not isinstance(value, bool) and float(value).is_integer():
             return int(value)  # type: ignore[call-overload]
     elif kind is float:

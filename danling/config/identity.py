@@ -175,6 +175,7 @@ def differences(
     before = flatten(canonical(stored, replicas=stored_replicas))
     after = flatten(canonical(now, replicas=replicas))
     skipped = set(RESUMABLE)
+    # An open seed is drawn when a run begins, and a resumed one has that of the checkpoint.
     if before.get("seed") is None or after.get("seed") is None:
         skipped.add("seed")
     lines = []

@@ -110,6 +110,7 @@ def _refuse_twice(root: yaml.Node | None) -> None:
     seen: set[int] = set()
     while waiting:
         node = waiting.pop()
+        # An alias leads to the same node again.
         if id(node) in seen:
             continue
         seen.add(id(node))
@@ -123,6 +124,7 @@ def _refuse_twice(root: yaml.Node | None) -> None:
             if not isinstance(key, yaml.ScalarNode):
                 continue
             name, line = (key.tag, key.value), key.start_mark.line + 1
+            # `<<` may be there several times.
             if name in lines and key.tag != _MERGE:
                 where = (
                     f"in line {line}"
@@ -190,6 +192,7 @@ def _read_settings(path: Path, included: _Included, depth: int) -> dict[str, obj
     try:
         content = _parse_settings(included.read(path, depth), suffix, path.parent, included, depth)
     except _TooMuch as error:
+        # The file that the user has named says it, not each one on the way there.
         if depth:
             raise
         raise ValueError(
@@ -199,6 +202,7 @@ def _read_settings(path: Path, included: _Included, depth: int) -> dict[str, obj
         raise ValueError(
             f"Expected {suffix[1:].upper()} in {str(path)!r}. Received: {' '.join(str(error).split())}"
         ) from error
+    # An empty file of YAML is `None`.
     if content is not None and not isinstance(content, Mapping):
         raise ValueError(
             f"Expected a mapping of keys in {str(path)!r}. Received: {type(content).__name__}."
@@ -247,8 +251,10 @@ def as_mapping(settings: object) -> Mapping[Any, Any]:
 
 # The command line
 
+# A dash before a letter begins an option; before a digit, `inf` or `nan` it is a sign.
 _OPTION = re.compile(r"--?(?!(?:inf|nan)\Z)[A-Za-z_]", re.IGNORECASE)
 _GROUPED = re.compile(r"[-+]?[0-9]+(_[0-9]+)+\Z")
+# Python takes these for numbers where no type is declared: `007`, `infinity`, `1_000`, which may be names.
 _NO_NUMBER = re.compile(r"[-+]?(0[0-9]+\Z|infinity\Z)|.*_", re.IGNORECASE)
 _NONE_WORDS = frozenset({"none", "null"})
 _SWITCHES = {
@@ -389,6 +395,7 @@ def read_words(words: list[str], hint: object) -> Any:
         if len(words) == 1 and item is not Any:
             words = [word for word in words[0].split(",") if word]  # as `val,test`
         return conform([read_words([word], item) for word in words], hint)
+    # Several words are one value only within brackets.
     if len(words) > 1 and text[0] not in "[{":
         raise TypeError(describe(hint))
     if bool in kinds and text.lower() in _SWITCHES:

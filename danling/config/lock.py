@@ -69,6 +69,7 @@ class SettingsLock:
         self._check_budget, self._changed = WeakMethod(check_budget), WeakMethod(changed)
         self._constructed: dict[str, tuple[object, object]] | None = None
         self._own = {name for name, field in fields_of(type(config)).items() if field.is_own}
+        # Not as a key, which would be saved with the settings.
         config.__dict__["_lock"] = (self, "")
         for name in self._own:
             self.attach(dict.get(config, name), f"{name}.")
@@ -129,6 +130,7 @@ class SettingsLock:
                 "Expected the configuration that the runner was constructed with. Received: another one in `runner.config`. Construct "
                 "another runner with it."
             )
+        # By value: a list that is changed in place calls no method of its section.
         for key, (value, before) in self._constructed.items():
             if to_plain(value) != before:
                 raise ValueError(

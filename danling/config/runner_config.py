@@ -141,6 +141,7 @@ class RunnerConfig(TopLevelConfig):
 
     def _fit(self, field: Field, value: object) -> Any:
         fitted = super()._fit(field, value)
+        # A key of the user's that is annotated as a mapping becomes a section, as any other mapping does.
         return fitted if field.is_own else self._adopt(fitted)
 
     def _check_key(self, name: object, received: str) -> None:
@@ -155,6 +156,7 @@ class RunnerConfig(TopLevelConfig):
         is_known = (
             name in fields_of(type(self))
             or dict.__contains__(self, name)
+            # Set while the `__init__` of a subclass runs, which so declares what it sets.
             or "_given" in self.__dict__
         )
         if not is_known and place_of(str(name), RunnerConfig, in_code=True) is not None:
@@ -194,6 +196,7 @@ class RunnerConfig(TopLevelConfig):
             received = f"{name}={text if len(text) <= 60 else text[:57] + '...'} in {source}"
             if isinstance(source, str) and source.startswith("--"):
                 received = source
+            # Sections of the user's need no declaration.
             if not dot and not isinstance(value, Mapping):
                 raise ValueError(refusal(head, received, RunnerConfig, known, secrets))
             slip = closest_typo(

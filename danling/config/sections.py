@@ -138,6 +138,7 @@ def _resolve_hint(text: object, owner: type) -> object:
         return text
     names = {key: value for key, value in vars(owner).items() if isinstance(value, type)}
     try:
+        # Not `typing.get_type_hints`, which fails for all keys where one name exists for type checkers only.
         return eval(text, vars(sys.modules[owner.__module__]), names)
     except Exception:
         return Any  # a name that exists for type checkers only

@@ -98,6 +98,7 @@ def build_dataloader(
         "keyed": keyed,
     }
     orders = [name for name in ("batch_sampler", "sampler") if name in options]
+    # Evaluations have a division too, with gradient_sum='canonical'.
     divides_updates = division is not None and division.is_update
     if divides_updates and (is_iterable or orders):
         received = f"a {orders[0]}" if orders else type(dataset).__name__

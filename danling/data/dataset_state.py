@@ -57,9 +57,8 @@ def is_equal(first: Any, second: Any) -> bool:
         return first.keys() == second.keys() and all(
             is_equal(first[key], second[key]) for key in first
         )
-    return bool(first == second) or (
-        first != first and second != second
-    )  # a NaN is the same as another one
+    are_nans = first != first and second != second
+    return bool(first == second) or are_nans
 
 
 def to_plain(value: Any, path: str = "state") -> object:

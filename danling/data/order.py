@@ -121,7 +121,9 @@ class KeyedPermutation(Order):
         for key in self._keys:
             word = ((low ^ key) * _FIRST) & _MASK
             word = ((word ^ (word >> 32)) * _SECOND) & _MASK
+            # The upper half of the product is a number below `base`, without a division.
             digit = high + ((word >> 32) * base >> 32)
+            # The digits change places, so that the next round changes the other one.
             high, low = low, digit - base if digit >= base else digit
             base, other = other, base
         return high * self._second_base + low

@@ -141,6 +141,7 @@ class _Grouped(OrderedDataset):
         place = bisect_right(self._ends, position)
         number = self._order[place]
         if number not in self._plans:
+            # Two are kept: a batch may have the end of one chunk and the beginning of the next.
             while len(self._plans) >= _KEPT_CHUNKS:
                 del self._plans[next(iter(self._plans))]
             pieces = self._pieces(number, self._derived("documents", number))
@@ -280,6 +281,7 @@ class Packed(_Grouped):
             ]
             filling = IGNORED if key == "labels" else self.pad
             block[key] = torch.cat([*tokens, tokens[0].new_full((rest,), filling)])
+        # Padding counts as one more document.
         stretches = [*sizes, rest] if rest else sizes
         if "position_ids" in self.fields:
             block["position_ids"] = torch.cat([torch.arange(size) for size in stretches])
@@ -371,6 +373,7 @@ class TokenBudget(_Grouped):
         """Cut where the padded sizes of all batches are least, and each batch counts for a 32nd of its budget more."""
         end = len(sizes)
         changes = [*(number for number in range(1, end) if sizes[number] != sizes[number - 1]), end]
+        # The least cost of all documents before a place where a batch may end, and where that batch begins.
         costs, starts = {0: 0}, {}
         for first, size in enumerate(sizes):
             if first not in costs:

@@ -239,6 +239,7 @@ class Generators:
                 if _asks_for_seed(value) and not any(is_generator(part) for _, part in parts):
                     asking[path] = value
                 queue.extend(parts)
+        # An object whose generators were found needs no call of its method.
         for path in list(asking):
             if any(name.startswith((f"{path}.", f"{path}[")) for name in self.found):
                 del asking[path]

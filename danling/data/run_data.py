@@ -174,12 +174,14 @@ class RunData:
         merged, own = divide_section(self._run.config.dataloader, split, self.names)
         is_trained = split in self.to_train()
         if not is_trained:
+            # Before its own settings are merged in, which may say otherwise.
             merged = without_order(merged)
         dataset = self._run.datasets.get(split)
         if of_dataset and isinstance(dataset, LoaderSettings):
             merged = merge_settings(merged, dataset.settings)
         merged = merge_settings(merged, own)
         if is_trained and self._reads_once:
+            # Here its own too: they are those of a training.
             return without_order(merged)
         if self._divided is None or not is_trained:
             return merged
@@ -322,6 +324,7 @@ class RunData:
             for split in mine
             if isinstance(loaders[split], DataLoader)
         }
+        # One collective for all three.
         ranks = self._run.placement.optimizer.gather_objects((mine, samples, self._uncompared()))
         for split in samples:
             lengths = [of_rank.get(split) for _, of_rank, _ in ranks]
@@ -402,6 +405,7 @@ class RunData:
         settings, sampler = self.settings(split), run.build_datasampler(split, dataset)
         if sampler is not None:
             self._divide_themselves.add(split)
+            # Again, since a split that divides itself may have other settings.
             settings = self.settings(split)
             settings.update(order_setting(sampler, settings))
         return build_dataloader(
@@ -443,6 +447,7 @@ class RunData:
         """
         run = self._run
         self.sources.clear()
+        # Of splits that are evaluated too, so that a loader that cannot be read is an error at once.
         for split, loader in run.dataloaders.items():
             self._take_in(split, loader)
         scored: str | None = run.score_split
@@ -465,9 +470,11 @@ class RunData:
         run = self._run
         known = self.sources.get(split)
         restored = None
+        # A pass of which nothing is left has no use for another dataset: the next one takes it in.
         if known is not None and self._change_of(split) and known.remaining_batches() != 0:
             restored = known.restored if known.consumed else None
             if restored is None:
+                # Raises within a pass, in which only a position that was restored and not read from may meet another dataset.
                 self.check_unchanged(split)
             if self._is_replaced(split):
                 del run.dataloaders[split]

@@ -300,8 +300,8 @@ class PositionedBatchSampler(Sampler[BatchKey]):
 
     def _keys(self, epoch: int, walk: Iterator[tuple[int, _Cut]]) -> Iterator[BatchKey]:
         order = self.order(epoch)
-        number = max(_AHEAD // self.division.micro_batch_size, 1)
         # Several batches at a time, since computing the order of one takes nearly as long.
+        number = max(_AHEAD // self.division.micro_batch_size, 1)
         while ahead := list(islice(walk, number)):
             places = [
                 (start + cut.offset, cut.samples) if cut.samples else (start, 1)
@@ -391,6 +391,7 @@ class PositionedBatchSampler(Sampler[BatchKey]):
         division = self.division
         left = self.length - self.consumed
         stretches, rest = divmod(batches, division.micro_batches)
+        # Only the last update of a pass may have fewer micro-batches.
         if rest and division.is_update:
             if (stretches, rest) != (
                 left // division.samples,

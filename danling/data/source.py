@@ -282,6 +282,7 @@ class BatchSource:
     def state_dict(self) -> dict[str, object]:
         """Return the position, as tensors and plain values. Take it between updates."""
         if self.misfit is not None:
+            # The position still waits for its dataset: it is saved as it was restored.
             return dict(self._awaited)
         return {"kind": self.kind, **self.read.state_dict()}
 
@@ -308,11 +309,9 @@ class BatchSource:
                 f"Received: kind={kind!r}, saved by another kind of loader. Restore the loader, or exclude 'dataloaders' from loading to "
                 "restart the epoch."
             )
-        if (
-            self.is_rank_local
-            and state.get("world_size", self.world_size) != self.world_size
-            and state.get("consumed")
-        ):
+        is_redivided = state.get("world_size", self.world_size) != self.world_size
+        # At the beginning of a pass nothing was read that would have to be divided anew.
+        if self.is_rank_local and is_redivided and state.get("consumed"):
             raise ValueError(
                 f"Expected {state['world_size']} data ranks: the loader of split {self.split!r} ({type(self.loader).__name__}) counts what "
                 f"each rank has read of this epoch, which cannot be redivided. Received: {self.world_size}. Let the library build the "
@@ -368,6 +367,7 @@ class BatchSource:
         loader = self.loader
         ordered = loader.order if isinstance(loader, KeyedLoader) else loader
         order = order_of(ordered)
+        # With these samplers each rank reads the whole dataset, in another order: batches differ where the data does not.
         reads_all = isinstance(loader, TorchDataLoader) and type(order) in (
             RandomSampler,
             SequentialSampler,

@@ -98,6 +98,7 @@ class DirectoryStore(CheckedStore):
         """
         self._check_writable(f"put {', '.join(map(repr, objects))}")
         plain = {object_id: dense(object_id, tensors) for object_id, tensors in objects.items()}
+        # Not written again: the bytes are compared at the end.
         present = [object_id for object_id in plain if self._file(object_id).exists()]
         waiting = iter([object_id for object_id in plain if object_id not in present])
         while chunk := list(islice(waiting, _AT_ONCE)):

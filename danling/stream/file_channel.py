@@ -92,6 +92,7 @@ class FileChannel(RefChannel):
                     with shared(self.path / "lock", seconds=seconds):
                         self._absorb()
             except TimeoutError:
+                # A producer hangs: the lines that were seen before are still whole.
                 if not self._has_looked:
                     raise
             self._has_looked = True
@@ -202,6 +203,7 @@ class FileChannel(RefChannel):
         for ref in refs:
             key = _digest(json.dumps(ref.id).encode())
             if key not in self._ids:
+                # A sample that is there twice in one call counts once.
                 lines.setdefault(key, ref.to_json(self._count() + len(lines)) + "\n")
         self._write("".join(lines.values()), f"{len(lines)} samples")
         self._ids.update(lines)

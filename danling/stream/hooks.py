@@ -33,6 +33,7 @@ def capture_hidden_states(
 
     def keep(key: int | str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
+            # Layers of transformers return the state first, and caches and attentions after it.
             captured[key] = output[0] if isinstance(output, (tuple, list)) else output
 
         return hook

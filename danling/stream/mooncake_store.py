@@ -87,7 +87,7 @@ class MooncakeStore(CheckedStore):
                 f"Expected to lend no memory or at least {_LEAST_LENT} bytes of it. Received: lend_bytes={lend_bytes}."
             )
         _check_reachable(master)
-        self.usage()
+        self.usage()  # whose error says that the metrics cannot be reached
         self._pinned = library.ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._store = library.MooncakeDistributedStore()
@@ -255,6 +255,7 @@ class BufferPool:
     @contextmanager
     def lease(self, size: int) -> Iterator[Tensor]:
         """Yield registered memory that no other call uses meanwhile."""
+        # Powers of two, so that a block fits many later calls.
         length = max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length())
         with self._lock:
             fitting = [place for place, free in enumerate(self._free) if free.numel() == length]

@@ -430,6 +430,7 @@ class FeatureProducer(Runner):
         self._stops = False
         self.channel.reopen()
         batches: Iterator[list[Captured]] = iter(())
+        # A complete log stays complete, also after `reopen`: there is nothing to make.
         if self.channel.ended() is None:
             named = (
                 self._parts.data.to_infer(self._asked_for or self.evaluate_splits)

@@ -35,6 +35,7 @@ class TensorSpec:
         shape = tuple(int(size) for size in self.shape)
         if any(size < 0 for size in shape):
             raise ValueError(f"Expected sizes of at least 0. Received: {shape}.")
+        # A frozen dataclass can be set in no other way.
         object.__setattr__(self, "shape", shape)
 
     @classmethod
@@ -151,6 +152,7 @@ _CHECKSUM_BYTES = len(_CHECKSUM) + 8 + len(b'"}')
 
 def to_checked_json(plain: Mapping[str, Any]) -> str:
     """Return a mapping as one line of JSON, with the CRC-32 of what is before it as the last entry."""
+    # Without the closing brace, so that the checksum becomes the last entry.
     body = json.dumps(plain, separators=(",", ":"), allow_nan=False)[:-1]
     return f'{body}{_CHECKSUM.decode()}{crc32(body.encode()):08x}"}}'
 

@@ -332,6 +332,7 @@ _locked_for_fork: list[SQLiteChannel] = []
 def _before_fork() -> None:
     """See to it that no connection goes through a fork."""
     for channel in list(_open_channels):
+        # A thread may be in the middle of a transaction, whose end is waited for.
         channel._lock.acquire()
         _locked_for_fork.append(channel)
         channel._disconnect()

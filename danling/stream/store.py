@@ -158,6 +158,7 @@ class MemoryStore(CheckedStore):
         self._pid = os.getpid()
 
     def put(self, object_id: str, tensors: Mapping[str, Tensor]) -> None:
+        # Before the lock is taken: the copy may wait for a device.
         copy = owned(dense(object_id, tensors))
         written = checksum(object_id, copy)
         with self._locked():

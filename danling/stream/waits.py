@@ -130,6 +130,7 @@ class CollectiveExit:
 
     def go_on(self) -> bool:
         """Say that this rank, which has joined, has nothing to wait for any more; return `False` where all leave already."""
+        # Until its word is there, or all have joined: another rank may change the list meanwhile.
         while (before := self._read()) != self._STAY:
             if len(before.split(",")) == self._size:
                 return False

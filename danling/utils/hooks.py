@@ -8,6 +8,7 @@ from functools import cached_property
 
 def is_overridden(owner: object, name: str) -> bool:
     """Whether a method or property of an object's class is the user's own, not the library's."""
+    # Not `getattr`, which would call a property.
     found = inspect.getattr_static(type(owner), name)
     if isinstance(found, property):
         found = found.fget

@@ -90,6 +90,7 @@ def format_count(value: float) -> str:
         ['0.457', '12', '735', '5.1k', '19k', '2.5G']
     """
     for exponent, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        # Three digits of 999.6 are 1e+03.
         if abs(value) >= 0.9995 * 10**exponent:
             scaled = value / 10**exponent
             return f"{scaled:.1f}{letter}" if abs(scaled) < 9.95 else f"{scaled:.0f}{letter}"

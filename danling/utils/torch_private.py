@@ -173,6 +173,7 @@ def _used_by_methods(kind: type) -> set[str]:
     used: set[str] = set()
     for base in kind.__mro__:
         for value in vars(base).values():
+            # An attribute that a method sets on `self` is among the names of its code.
             code = getattr(getattr(value, "__func__", value), "__code__", None)
             if isinstance(code, CodeType):
                 used.update(code.co_names)
