@@ -202,8 +202,10 @@ def _gpt(case: str) -> LayoutRunner:
     "layout",
     [
         "pipeline=2",
-        "context=2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor=2", "expert=2")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("context=2", "tensor=2", "expert=2")
+        ),
     ],
 )
 def test_axes_known_to_the_model_are_found_right(layout: str, tmp_path: Path) -> None:

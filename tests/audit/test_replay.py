@@ -111,7 +111,10 @@ def train_stack(root: str, more: dict[str, Any], kind: type[Checked]) -> tuple[l
     return found, str(caught.value)
 
 
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize(
+    "stack",
+    [pytest.param(name, marks=pytest.mark.slow if name == "tensor" else ()) for name in STACKS],
+)
 def test_on_every_stack_a_flip_is_found_and_a_run_in_order_raises_no_alarm(
     stack: str, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ def strikes(calls: Iterable[tuple[int, str, str]], names: Iterable[str] = DISK) 
 
 FIRST, KILLED, LAST = 3, 4, 6
 SOME = 8
+QUICK = {("file", "disabled"), ("dcp", "async")}
 
 
 @pytest.mark.skipif(
@@ -134,8 +135,14 @@ SOME = 8
     reason="strace is not installed, or may not trace: tests of faults use patched calls",
 )
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        pytest.param(kind, mode, marks=[] if (kind, mode) in QUICK else pytest.mark.slow)
+        for kind in KINDS
+        for mode in ("disabled", "async")
+    ],
+)
 def test_killed_at_a_system_call(kind: str, mode: str, tmp_path: Path) -> None:
     earlier = tmp_path / "earlier"
     train_on(kind, earlier, FIRST)

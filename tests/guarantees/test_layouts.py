@@ -162,12 +162,10 @@ def _compare(
 _QUICK = {
     "FSDP 2, offloaded",
     "FSDP 3",
-    "replicate 2",
     "HSDP 2x2",
     "TP 2, tied",
     "CP 2 x FSDP 2",
     "PP 3",
-    "PP 2, Interleaved1F1B",
     "PP 2, ZBVZeroBubble",
     "EP 2 x 2 within an expert",
     "EP 2 x FSDP 2",

@@ -209,7 +209,10 @@ class LostMachines:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("part", "few", "backend", "world_size", "axes"),
-    [(0.12, 6, "file", 1, None), (0.08, 3, "dcp", 2, {"shard": 2})],
+    [
+        (0.12, 6, "file", 1, None),
+        pytest.param(0.08, 3, "dcp", 2, {"shard": 2}, marks=pytest.mark.slow),
+    ],
     ids=["file", "dcp on 2"],
 )
 def test_killed_at_random_instants_and_the_disk_emptied_each_time(

@@ -114,7 +114,11 @@ def of_shards(tmp_path: Path, axes: dict[str, int], **more: Any) -> dict[str, An
     )
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [{"shard": 2}, pytest.param({"replicate": 2, "shard": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_the_form_that_the_warning_names_is_right(axes: dict[str, int], tmp_path: Path) -> None:
     """The last update has one sample: ranks have other weights."""
     for found, said in run_processes(

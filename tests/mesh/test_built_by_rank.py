@@ -70,7 +70,7 @@ def train(kind: type[ByRank], config: Mapping[str, Any]) -> dict[str, Tensor]:
     [
         ({"shard": 2}, 4),
         ({"pipeline": 2}, 8),
-        ({"pipeline": 2, "shard": 2}, 4),
+        pytest.param({"pipeline": 2, "shard": 2}, 4, marks=pytest.mark.slow),
         ({"replicate": 2, "shard": 2}, 2),
     ],
 )

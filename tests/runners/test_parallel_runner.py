@@ -140,7 +140,7 @@ BOTH = {"pipeline": 2, "shard": 2}
     ("options", "axes"),
     [
         ({}, BOTH),
-        ({"reduction": "sum"}, BOTH),
+        pytest.param({"reduction": "sum"}, BOTH, marks=pytest.mark.slow),
         ({"optimizer": True}, PIPELINE),
         ({"optimizer": True}, FSDP),
         ({"held_out": 1}, FSDP),
@@ -298,7 +298,11 @@ def half(config: Mapping[str, Any]) -> tuple[list[str | None], float, dict[str, 
         return runner.committed, runner.precision.scaler.get_scale(), weights
 
 
-@pytest.mark.parametrize("axes", [FSDP, PIPELINE, {"pipeline": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [FSDP, PIPELINE, pytest.param({"pipeline": 2, "shard": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_an_overflow_on_one_rank_halves_the_scale_of_all(
     axes: dict[str, int], tmp_path: Path
 ) -> None:

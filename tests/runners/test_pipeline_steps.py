@@ -144,8 +144,8 @@ def train(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     ("kind", "axes", "schedule", "size"),
     [
         ("own", {"pipeline": 2}, "1F1B", 2),
-        ("own", {"pipeline": 2}, "GPipe", 1),
-        ("own", {"pipeline": 2, "replicate": 2}, "1F1B", 1),
+        pytest.param("own", {"pipeline": 2}, "GPipe", 1, marks=pytest.mark.slow),
+        pytest.param("own", {"pipeline": 2, "replicate": 2}, "1F1B", 1, marks=pytest.mark.slow),
         ("own", {"pipeline": 2, "replicate": 2}, "GPipe", 2),
         ("own", {"pipeline": 3}, "1F1B", 4),
         ("own", {"pipeline": 2}, "Interleaved1F1B", 1),
