@@ -46,9 +46,16 @@ def _resume(kind: str, source: str, root: str, draws: bool) -> dict[str, Any]:
         return {"begun": begun, "end": weights(runner), "seen": runner.seen, "lines": handler.lines}
 
 
-@pytest.mark.parametrize("draws", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version", range(1, FORMAT_VERSION + 1))
+@pytest.mark.parametrize(
+    ("version", "kind", "draws"),
+    [
+        pytest.param(version, kind, draws, marks=pytest.mark.slow if further else ())
+        for version in range(1, FORMAT_VERSION + 1)
+        for kind in KINDS
+        for draws in (False, True)
+        for further in [draws and kind == "sharded" and version < FORMAT_VERSION]
+    ],
+)
 def test_run_stopped_in_the_middle_resumes(
     version: int, kind: str, draws: bool, tmp_path: Path
 ) -> None:

@@ -8,26 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.warm import interpreter
 
 from danling import demo
 
 
-def test_the_demo_kills_the_program_and_finds_the_same_bits(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "danling.demo",
-        "--kills",
-        "2",
-        "--dir",
-        str(tmp_path / "demo"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    kills = [int(number) for number in re.findall(r"SIGKILL after update (\d+)", done.stdout)]
+def test_the_demo_kills_the_program_and_finds_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", interpreter())
+    assert demo.main(["--kills", "2", "--dir", str(tmp_path / "demo")]) == 0
+    said = capsys.readouterr().out
+    kills = [int(number) for number in re.findall(r"SIGKILL after update (\d+)", said)]
     assert len(kills) == 2 and 0 < kills[0] < kills[1]
-    hashes = re.findall(r"\b[0-9a-f]{64}\b", done.stdout)
+    hashes = re.findall(r"\b[0-9a-f]{64}\b", said)
     assert len(hashes) == 2 and len(set(hashes)) == 1
-    assert "120 logged losses are the same, bit for bit" in done.stdout
+    assert "120 logged losses are the same, bit for bit" in said
 
 
 SAME = [0.5] * 80

@@ -63,7 +63,7 @@ def _trained(place: str, more: dict[str, Any], *stops: int | None) -> tuple[int,
     return steps, weights
 
 
-@pytest.mark.parametrize("axis", ["shard", "replicate"])
+@pytest.mark.parametrize("axis", ["shard", pytest.param("replicate", marks=pytest.mark.slow)])
 def test_ranks_of_a_mesh_read_the_buffers_of_the_first_rank_in_every_update(
     tmp_path: Path, axis: str
 ) -> None:
