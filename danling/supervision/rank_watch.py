@@ -9,9 +9,7 @@ that does not move while the device has work waits for it.
 from __future__ import annotations
 
 import contextvars
-import functools
 import json
-import linecache
 import logging
 import math
 import os
@@ -20,13 +18,11 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +32,16 @@ from danling.reporting.rank_times import ACTIVITIES, RankTimes
 from danling.utils.files import write_atomically
 from danling.utils.messages import clause
 from danling.utils.observers import Observer
+
+from .stacks import (
+    OF_MODULES,
+    WatchedThread,
+    collective_of,
+    excuse_of,
+    frames_of,
+    location_of,
+    stack_text,
+)
 
 if TYPE_CHECKING:
     from danling.distributed import CollectiveCalls
@@ -61,53 +67,7 @@ _SPEAKERS = 8
 _STOPPED_SECONDS = 5.0
 """A check that comes so late says that this process was stopped, or its machine asleep."""
 _DEVICE = "work of the device"
-_BACKWARD = "the reduction of gradients at the end of a backward"
-_MOST_FRAMES = 40
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_DANLING = str(Path(__file__).parents[1]) + os.sep
-_STANDARD = str(Path(os.__file__).parent) + os.sep
-_COLLECTIVES = f"{_TORCH}distributed{os.sep}"
-_CALLED_BY_NAME = f"{_COLLECTIVES}distributed_c10d.py"
-"""Where the collectives are that people know by their names."""
-_COMMUNICATION = (
-    _COLLECTIVES,
-    # Broadcasts buffers before a forward; the forward itself has other frames.
-    f"{_TORCH}{os.path.join('nn', 'parallel', 'distributed.py')}",
-    f"{_DANLING}distributed{os.sep}",
-    f"{_DANLING}torchft{os.sep}",
-    *(
-        f"{Path(_TORCH).parent}{os.sep}{name}{os.sep}"
-        for name in ("torchft", f"deepspeed{os.sep}comm")
-    ),
-)
-_ENGINE = f"{_TORCH}{os.path.join('autograd', 'graph.py')}"
-"""A backward, at whose end DistributedDataParallel waits for its reductions in native code."""
-_NEUTRAL = (
-    "<",
-    *(
-        f"{_TORCH}{name}"
-        for name in ("_ops.py", "_tensor.py", f"utils{os.sep}", f"autograd{os.sep}")
-    ),
-)
-"""Files between a collective and its caller."""
-_OF_MODULES = f"{_COLLECTIVES}fsdp{os.sep}"
-"""Gathers the weights of modules and reduces their gradients."""
-_OWN_CALLS = f"{_DANLING}audit{os.sep}layout_record.py"
-"""Intercepts a program's calls of torch, in a check of layouts."""
-
-_EXCUSES = {
-    "in a debugger": (f"{os.sep}pdb.py", f"{os.sep}bdb.py", "debugpy", "pydevd"),
-    "compiling": (
-        os.path.join("_dynamo", "convert_frame.py"),
-        os.path.join("_inductor", "compile_fx.py"),
-        os.path.join("_inductor", "async_compile.py"),
-        os.path.join("triton", "compiler") + os.sep,
-    ),
-    "waiting for a stream": (f"{_DANLING}stream{os.sep}",),
-    "waiting for other replica groups": (f"{_DANLING}torchft{os.sep}", f"{os.sep}torchft{os.sep}"),
-}
-"""Activities that may take any time, with parts of the paths of their source files."""
 _MAY_TAKE_LONG = ("evaluating", "checkpointing")
 """Activities of a rank that may take any time while it computes, or waits for one that does."""
 
@@ -212,11 +172,9 @@ class RankWatch(Observer):
         is_off = settings.slow_rank_share is None and settings.hang_warning_seconds is None
         # Its figures take a collective at each log line, in which an elastic rank may end.
         is_off = is_off or runner.config.elastic.enabled
-        return (
-            None
-            if runner.placement.optimizer.size == 1 or is_off
-            else cls(runner, session, reporter, calls)
-        )
+        if is_off or runner.placement.optimizer.size == 1:
+            return None
+        return cls(runner, session, reporter, calls)
 
     # Events
 
@@ -255,8 +213,11 @@ class RankWatch(Observer):
 
     def _part(self) -> str:
         """Return the part of the training that is under way; before the first update and after the last one that is `checkpointing`."""
+        # Read once: the training thread replaces the tuple at any time.
         parts = self._parts
-        return parts[-1] if parts else "computing" if self._session.running else "checkpointing"
+        if parts:
+            return parts[-1]
+        return "computing" if self._session.running else "checkpointing"
 
     # Looks, of which times are made
 
@@ -300,16 +261,18 @@ class RankWatch(Observer):
         if self._seen != (self._train.global_step, self._train.skipped_updates):
             self._begin(now)
             return
+        # Three clocks, all of which an update that ends sets anew: since when no update has ended,
+        # since when nothing excuses that, and since when this rank waits in one collective.
         if gap > _STOPPED_SECONDS:
-            self._quiet_since, self._idle_since, self._waits_since = (
-                self._quiet_since + gap,
-                self._idle_since + gap,
-                now,
-            )
+            self._quiet_since += gap
+            self._idle_since += gap
+            self._waits_since = now
         mine = self._state()
         at = self._thread.instruction()
         if at != self._at:
             self._at, self._at_since = at, now
+        # A thread that sleeps at each look, and has run in between, was in several collectives. One
+        # that waits for the device may spin.
         has_run = self._thread.cpu_seconds() - self._cpu_before > 0.005 * gap
         self._cpu_before = self._thread.cpu_seconds()
         if not mine.waits or (has_run and mine.collective != _DEVICE):
@@ -324,6 +287,7 @@ class RankWatch(Observer):
         # So much earlier there is just time enough to say what the ranks do.
         lead = min(max(limit / 10, 5 * _GRACE_SECONDS), 60.0, limit / 2)
         ends_after = limit - lead if limit < math.inf else math.inf
+        # Most checks end here: the store is not asked before half of the time to an alarm is over.
         if now - self._quiet_since <= min(warns_after, ends_after) / 2:
             return
         if not mine.waits and not mine.excuse and self._at_since < now and self._device_works():
@@ -353,8 +317,10 @@ class RankWatch(Observer):
             if self._has_updated:
                 self._updates.append((now - self._idle_since) / max(self._seen[0] - before[0], 1))
             self._has_updated = True
-        for key in ("alarm", "said", f"state/{self._rank}") if self._has_written else ():
-            self._tell(key, "")
+        # An alarm of the last update must not count for the next one.
+        if self._has_written:
+            for key in ("alarm", "said", f"state/{self._rank}"):
+                self._tell(key, "")
         self._has_written = False
         self._quiet_since = self._idle_since = self._waits_since = now
         self._cpu_before = self._thread.cpu_seconds()
@@ -379,11 +345,13 @@ class RankWatch(Observer):
         excused = bool(excuses.difference(_MAY_TAKE_LONG)) or (
             not all_wait and bool(excuses or not self._updates)
         )
+        # Before the time limit nothing is excused: the job ends in any case.
         if alarm == WARNING and excused:
             self._idle_since = now
             self._asked = None
             return
         if not before:
+            # One speaker reports for all.
             if self._ask("said") in (alarm, LIMIT):
                 self._said = alarm
                 return
@@ -400,6 +368,16 @@ class RankWatch(Observer):
         self._asked = None
         self._said = alarm
         self._tell("said", alarm)
+        self._report(alarm, now, states, signs)
+
+    def _report(
+        self,
+        alarm: str,
+        now: float,
+        states: Mapping[int, RankState | None],
+        signs: Mapping[int, RankState | None],
+    ) -> None:
+        """Log what the ranks do: by their last `states`, of which those that were noted anew are their `signs`."""
         head = f"Update {self._train.global_step + 1} has not come to its end in {now - self._quiet_since:.0f} s"
         if self._updates:
             head += f"; those before it took up to {max(self._updates):.2g} s"
@@ -440,8 +418,9 @@ class RankWatch(Observer):
         host = self.hosts[self._rank][0]
         location = location_of(frame)
         stack = stack_text(frame)
+        # FSDP2 gathers a module within its hooks: which one that is no argument of the collective says.
         is_of_module = waits and any(
-            found.f_code.co_filename.startswith(_OF_MODULES) for found in frames_of(frame)
+            found.f_code.co_filename.startswith(OF_MODULES) for found in frames_of(frame)
         )
         module = self._runner.preparation.communicated_module() if is_of_module else ""
         return RankState(
@@ -464,6 +443,7 @@ class RankWatch(Observer):
         try:
             return not torch.accelerator.current_stream(self._runner.device).query()
         except RuntimeError:
+            # The device has failed, which the training thread finds out by itself.
             return False
 
     def _fate(self, rank: int, last: RankState | None) -> str:
@@ -509,150 +489,6 @@ class RankWatch(Observer):
         return str(store.get(prefix + key).decode()) if store.check([prefix + key]) else ""
 
 
-class WatchedThread:
-    """The thread that makes this, seen from another one: its stack, whether it sleeps in communication, and its time on a processor.
-
-    Args:
-        on_accelerator: Whether a backward runs in other threads while the calling one sleeps.
-    """
-
-    def __init__(self, *, on_accelerator: bool) -> None:
-        self._ident = threading.get_ident()
-        self._file: int | None = None
-        self._cpu_clock: int | None = None
-        try:
-            self._cpu_clock = time.pthread_getcpuclockid(self._ident)
-            # Not `Thread.native_id`: in a forked process that is the number of the parent's thread.
-            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/stat", os.O_RDONLY)
-        except (AttributeError, OSError):
-            pass
-        # Without the kernel's word a backward is taken for computing.
-        self._backward_waits = self._file is not None and not on_accelerator
-
-    def frame(self) -> FrameType | None:
-        """Return its innermost frame; to be dropped at once, since it keeps the variables of its function alive."""
-        return sys._current_frames().get(self._ident)
-
-    def instruction(self) -> tuple[int, int] | None:
-        """Return which instruction of which code it executes: the same one twice where it has not moved."""
-        frame = self.frame()
-        return None if frame is None else (id(frame.f_code), frame.f_lasti)
-
-    def waits(self, frame: FrameType | None) -> bool:
-        """Return whether it sleeps within communication, as its innermost frame and the kernel say."""
-        for found in frames_of(frame):
-            kind = _kind_of(found.f_code.co_filename)
-            if kind == "communicates" or (
-                kind == "backward" and found.f_code.co_name == "_engine_run_backward"
-            ):
-                if (kind == "backward" and not self._backward_waits) or self._file is None:
-                    return kind == "communicates"
-                try:
-                    text = os.pread(self._file, 512, 0)
-                except OSError:
-                    return kind == "communicates"
-                # The name of the thread is in parentheses, and may have some.
-                return text[text.rindex(b")") + 2 : text.rindex(b")") + 3] == b"S"
-            if kind == "computes":
-                return False
-        return False
-
-    def cpu_seconds(self) -> float:
-        """Return the time that it had on a processor; 0 where that is not known."""
-        try:
-            return time.clock_gettime(self._cpu_clock) if self._cpu_clock is not None else 0.0
-        except OSError:
-            return 0.0
-
-    def close(self) -> None:
-        """Close the kernel's table."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-@functools.cache
-def _kind_of(file: str) -> str:
-    """Return what a thread does whose stack ends in a source file; an empty text where the frames around it say so."""
-    if file.startswith(_COMMUNICATION):
-        return "communicates"
-    if file == _ENGINE:
-        return "backward"
-    return (
-        ""
-        if file.startswith(_NEUTRAL) or (file.startswith(_STANDARD) and "-packages" not in file)
-        else "computes"
-    )
-
-
-def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames of a stack, the innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def excuse_of(frame: FrameType | None) -> str:
-    """Return why what a thread does may take any time; an empty text where nothing says so."""
-    files = {found.f_code.co_filename for found in frames_of(frame)}
-    return next(
-        (
-            name
-            for name, parts in _EXCUSES.items()
-            if any(part in file for part in parts for file in files)
-        ),
-        "",
-    )
-
-
-def collective_of(frame: FrameType | None) -> tuple[str, str]:
-    """Return the collective that a thread waits in and where it was called; two empty texts where it is in none."""
-    name = ""
-    for found in frames_of(frame):
-        file, function = found.f_code.co_filename, found.f_code.co_name
-        if file == _CALLED_BY_NAME or (not name and file.startswith(_COLLECTIVES)):
-            name = name if function == "wrapper" else function
-        elif function == "_engine_run_backward":
-            name = name or _BACKWARD
-        elif file.startswith(f"{_DANLING}distributed{os.sep}"):
-            name = name or function
-        elif name and not file.startswith(_TORCH) and file != _OWN_CALLS:
-            return name, spot(found)
-    return name, ""
-
-
-def location_of(frame: FrameType | None) -> str:
-    """Return where a thread is: in the innermost function that is of no library, else in the innermost one."""
-    found = list(frames_of(frame))
-    libraries = (_STANDARD, _TORCH, _DANLING, "<")
-    files = ((each, each.f_code.co_filename) for each in found)
-    own = next(
-        (
-            each
-            for each, file in files
-            if not file.startswith(libraries) and "-packages" not in file
-        ),
-        None,
-    )
-    if own is None:
-        return spot(found[0]) if found else "nowhere"
-    if any(each.f_code.co_name == "_try_get_data" for each in found):
-        return f"{spot(own)}, waiting for a worker of its data loader"
-    return spot(own) + ("" if own is found[0] else f", in {found[0].f_code.co_name}")
-
-
-def spot(frame: FrameType) -> str:
-    """Return file, line and function of a frame, and its source line."""
-    code, line = frame.f_code, frame.f_lineno
-    text = linecache.getline(code.co_filename, line).strip()
-    return f"{code.co_filename}:{line} in {code.co_name}" + (f" ({text})" if text else "")
-
-
-def stack_text(frame: FrameType | None) -> str:
-    """Return a stack as Python prints it, the innermost frame last; of a long one the innermost frames."""
-    return "".join(traceback.format_stack(frame, _MOST_FRAMES)) if frame is not None else ""
-
-
 def fate_of(pid: int) -> str:
     """Return what became of a process of this machine."""
     try:
@@ -683,6 +519,7 @@ def report(states: Sequence[RankState], silent: Mapping[int, str]) -> str:
     for state in states:
         stacks[state.stack].append(state)
         doing[state.waits, str(state)].append(state)
+    # Hundreds of ranks have a few stacks, each of which is printed once.
     lines = [
         f"{_named(alike)} (most recent call last):\n{stack.rstrip()}"
         for stack, alike in stacks.items()

@@ -150,7 +150,8 @@ FUNCTIONS = {
     "supervision/failures": ["_write_error_file", "write_memory_snapshot"],
     "supervision/heartbeat": ["Heartbeat.__init__", "Heartbeat._write"],
     "supervision/profiler": ["Profiler.__init__", "Profiler._export"],
-    "supervision/rank_watch": ["RankWatch._dump", "WatchedThread.__init__"],
+    "supervision/rank_watch": ["RankWatch._dump"],
+    "supervision/stacks": ["WatchedThread.__init__"],
     "training/live_state": ["LiveState.load"],
     "training/progress_file": ["ProgressFile._write"],
     "utils/files": [

@@ -22,15 +22,8 @@ from support.processes import fork, wait
 from danling.config import RunnerConfig
 from danling.runners.state import TrainState
 from danling.supervision import RankWatch
-from danling.supervision.rank_watch import (
-    RankState,
-    WatchedThread,
-    collective_of,
-    excuse_of,
-    fate_of,
-    location_of,
-    report,
-)
+from danling.supervision.rank_watch import RankState, fate_of, report
+from danling.supervision.stacks import WatchedThread, collective_of, excuse_of, location_of
 
 TORCH = Path(torch.__file__).parent
 
@@ -124,7 +117,7 @@ def _watch_a_backward(sleeps: bool) -> None:
     looker = threading.Thread(target=look)
     looker.start()
     value = torch.ones(1, requires_grad=True)
-    Waiting.apply(value).sum().backward()
+    Waiting.apply(value).sum().backward()  # type: ignore[no-untyped-call]
     looker.join()
     assert seen and (sum(seen) > len(seen) / 2) is sleeps
 
