@@ -61,6 +61,8 @@ class CheckpointStore:
 
     def find(self, source: str | Path) -> Path | None:
         """Return the checkpoint that a name or a path means, if there is one."""
+        # A bare name is that of a checkpoint here first: a file of that name in the working directory
+        # must not be loaded instead.
         text = str(source)
         plain = "/" not in text and not text.startswith(".")
         found = self.locate(self.path(text)) if plain else None
@@ -86,6 +88,7 @@ class CheckpointStore:
             if problems:
                 self.skip(path, damaged(problems, self.shown(path)))
             if not (problems and complete):
+                # Several names may lead to one save, whose record has one of them.
                 found.append(replace(manifest.record, name=path.name.removesuffix(SUFFIX)))
         return sorted(found, key=lambda record: (record.sequence, record.name))
 
@@ -120,6 +123,7 @@ class CheckpointStore:
 
     def skip(self, path: Path | str, error: Exception) -> None:
         """Log, once for each reason, that a checkpoint does not count."""
+        # The same checkpoints are listed again at each save.
         if self._skipped.get(path) != str(error):
             self._skipped[path] = str(error)
             logger.warning("%s is skipped: %s", self.shown(path), error)
@@ -164,6 +168,7 @@ class CheckpointStore:
             # Those of an abandoned branch count too: else they would stay for ever.
             records = [record for record in self.records(complete=True) if record.run == run]
         except OSError as error:
+            # The save itself is complete: a run does not end because of an old one.
             logger.warning(
                 "Could not see which checkpoints in %s are old: %s", self.directory, error
             )

@@ -59,18 +59,19 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         distributed = self.domain.size > 1
         self._background = self.settings.is_async
         self._group: dist.ProcessGroup | None = None
+        ranks = self.domain
         if distributed and self.settings.dedicated_async_process_group:
             self._group = dist.new_group(backend=self.settings.async_process_group_backend)
+            ranks = Domain(self._group)
         elif distributed and self._background:
             logger.warning(
                 "checkpoint.dedicated_async_process_group is off: saves wait until they are written, since collectives of training and "
                 "of a background save on one group abort the process."
             )
             self._background = False
-        ranks = self.domain if self._group is None else Domain(self._group)
         self._exchange = ranks.gather_objects
         """Gathers a value of every rank on all of them, over the group that nothing but saves uses."""
-        # Saves never overlap.
+        # Saves never overlap, so there is one copy at a time.
         self._buffers = SnapshotBuffers(most=1)
         self._process: WriterProcess | None = None
         if (
@@ -115,6 +116,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
     ) -> None:
         if self.settings.load_only:
             return
+        # What failed in the background ends the run here, and before a new target is opened.
         self._executor.wait()
         self._surface()
         record = self.on_main(lambda: self._open_target(count_bytes(payload), epoch, global_step))
@@ -166,6 +168,7 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
                 raise _explained(error, path) from None
             raise
         put_off = self._is_mirror_behind(self._exchange)
+        # Each rank uploads what it has written: it need not see the disks of the others.
         files = () if self.mirror is None else storage.names(path) - {SUMS}
         own = [name for name in files if written_by(name) == self.domain.rank]
         self._publish(record, names, payload, own, put_off=put_off)
@@ -184,16 +187,15 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
         sums = tensor_sums(payload)
         same = {name for name, value in sums.items() if not problems and earlier.get(name) == value}
         ranks = self._exchange((same, sums.keys() - same))
-        return (
-            frozenset()
-            .union(*(kept for kept, _ in ranks))
-            .difference(*(changed for _, changed in ranks))
-        )
+        # A tensor that one rank has changed is written by all: its parts are one entry of the index.
+        kept: set[str] = set().union(*(same for same, _ in ranks))
+        return frozenset(kept.difference(*(changed for _, changed in ranks)))
 
     def _end(self, timeout: float | None) -> None:
         super()._end(timeout)
         if self._process is not None:
             self._process.end()
+        # A save that was given up may still be in a collective of the group.
         if self._group is not None and not self._executor.busy:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -222,6 +224,7 @@ def tensor_sums(payload: Mapping[str, object]) -> dict[str, str]:
             continue
         local = local_part(leaf)
         digest = hashlib.sha256(f"{leaf.dtype} {tuple(leaf.shape)} {tuple(local.shape)}".encode())
+        # Through bytes: NumPy has no bfloat16.
         plain = local.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         digest.update(plain.view(torch.uint8).numpy().data)
         sums[name] = digest.hexdigest()

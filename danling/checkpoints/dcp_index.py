@@ -33,6 +33,7 @@ from .errors import CheckpointDamaged, CheckpointError
 INDEX = "index.json"
 FORMAT = "danling-index 1"
 
+# Bounds of what is read from a file that anybody may have written.
 _DEEPEST = 200
 _LARGEST_INDEX = 1 << 30
 _MOST_CUTS = 8
@@ -82,6 +83,7 @@ def nest(flat: Mapping[str, object], paths: Mapping[str, Place]) -> Any:
     for name in flat:
         key, *rest = paths[name]
         below.setdefault(key, {})[name] = tuple(rest)
+    # One level a call; the names stay whole, and their paths get shorter.
     nested: dict[Any, Any] = {}
     for key, inner in below.items():
         leaves = [name for name, rest in inner.items() if not rest]
@@ -92,6 +94,7 @@ def nest(flat: Mapping[str, object], paths: Mapping[str, Place]) -> Any:
         nested[key] = (
             flat[leaves[0]] if leaves else nest({name: flat[name] for name in inner}, inner)
         )
+    # Above tensors all keys of mappings are texts (`_leaves`), so integers are places in a list.
     if nested and all(type(key) is int for key in nested):
         return [nested[index] for index in sorted(nested)]
     return nested
@@ -102,6 +105,7 @@ def nest(flat: Mapping[str, object], paths: Mapping[str, Place]) -> Any:
 
 def index_text(metadata: Metadata) -> str:
     """Return the index as JSON. A chunk is `[offsets, sizes, file, offset, length]`, where `file` counts in `files`."""
+    # Before it is written, too: an index that no reader takes is a save that is lost.
     _check_index(metadata)
     stored, paths = metadata.storage_data or {}, metadata.planner_data or {}
     files = sorted({str(place.relative_path) for place in stored.values()})
@@ -157,6 +161,7 @@ def parse_index(text: str) -> Metadata:
             entries[name] = BytesStorageMetadata()
             paths[name] = _keys(about["path"])
             places[MetadataIndex(name)] = stored(about["place"])
+    # What of the structure is wrong shows in one of these; the values are checked one by one.
     except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(f"a part of it is missing or of another kind: {error!r}") from error
     metadata = Metadata(entries, planner_data=paths, storage_data=places)
@@ -189,8 +194,11 @@ def _tile(shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
     cut = [
         dim for dim, whole in enumerate(shape) if any(chunk.sizes[dim] != whole for chunk in chunks)
     ]
+    # A tensor without elements needs no chunk; one that is cut so often was made up.
     if 0 in shape or len(cut) > _MOST_CUTS:
         return 0 in shape
+    # Where boxes meet, their corners cancel out. The whole counts with the other sign, so that nothing
+    # is left if they fill it; at a gap or an overlap a corner is left.
     boxes = [([(chunk.offsets[dim], chunk.sizes[dim]) for dim in cut], 1) for chunk in chunks]
     corners = Counter[tuple[int, ...]]()
     for box, sign in [*boxes, ([(0, shape[dim]) for dim in cut], -1)]:
@@ -228,7 +236,9 @@ def read_index(directory: Path, *, trust: bool = False) -> Metadata:
             ) from error
     elif trust:
         try:
+            # Through the same checks as an index of our own.
             metadata = parse_index(index_text(FileSystemReader(directory).read_metadata()))
+        # Unpickling may raise anything.
         except Exception as error:
             raise CheckpointDamaged(
                 f"Expected the metadata of a sharded checkpoint. Received: {directory}: {error}"

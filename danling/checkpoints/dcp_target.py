@@ -64,6 +64,7 @@ class HashingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
         """Open a file whose content is durable when the context ends."""
+        # torch opens files to read and to write through this method.
         if mode != "wb":
             with os.fdopen(storage.open_regular(Path(path)), mode) as stream:
                 yield stream
@@ -103,6 +104,7 @@ class TargetWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of all ranks, otherwise than those that are taken over."""
+        # torch calls the files of every save alike: `__0_0.distcp` of rank 0, and so on.
         named = super().prepare_global_plan(plans)
         if not self.taken_over:
             return named
@@ -118,6 +120,7 @@ class TargetWriter(FileSystemWriter):
         if plan.items:
             results = super().write_data(plan, planner).value()
             storage.sync_directory(Path(self.path))
+            # torch sends the results to the coordinator, and nothing else: one of them takes the sums.
             first = results[0]
             hashed = HashedResult(
                 first.index, first.size_in_bytes, first.storage_data, dict(self.fs.written)
@@ -141,11 +144,13 @@ class TargetWriter(FileSystemWriter):
             },
         )
         super().finish(metadata, results)
+        # torch writes it under this name and renames it.
         files[METADATA] = self.fs.written[f"{METADATA}.tmp"]
         for result in (result for of_rank in results for result in of_rank):
             if isinstance(result, HashedResult):
                 files.update(result.written)
         files[INDEX] = storage.write_new_text(path / INDEX, index_text(metadata))
+        # All names are on the disk before the manifest, by which the target counts.
         storage.sync_directory(path)
         storage.sync_directory(path.parent)
         storage.write_text(path / SUMS, Manifest(self.record, files).text())
@@ -166,6 +171,7 @@ class TargetWriter(FileSystemWriter):
         files = {
             place.relative_path: manifest.files[place.relative_path] for place in places.values()
         }
+        # Whole files, with what else is in them: the index leads to the tensors that are kept.
         for name in files:
             storage.link(source / name, path / name)
         entries = {name: other.state_dict_metadata[name] for name in names}
@@ -272,6 +278,7 @@ class LoadPlanner(DefaultLoadPlanner):
     """Fills a flat state; plain values are read by torch's safe reader only."""
 
     def __init__(self) -> None:
+        # The state is flat already; see `flatten`.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -305,8 +312,9 @@ def read_target(
         name: value for name, value in flat.items() if isinstance(value, Tensor) and value.is_meta
     }
     flat = {name: value for name, value in flat.items() if name not in elsewhere}
-    planner = LoadPlanner()
+    values: dict[str, object] = {}
     if flat:
+        planner = LoadPlanner()
         try:
             with quiet():
                 load(
@@ -317,9 +325,8 @@ def read_target(
             raise CheckpointDamaged(
                 f"Expected a readable checkpoint. Received: {path}: {reason}. Use another checkpoint."
             ) from None
-    payload: dict[str, object] = nest(
-        {**(planner.state_dict if flat else {}), **elsewhere}, metadata.planner_data
-    )
+        values = planner.state_dict
+    payload: dict[str, object] = nest({**values, **elsewhere}, metadata.planner_data)
     check_values(payload, path)
     return payload
 
@@ -328,7 +335,7 @@ def destinations(
     metadata: Metadata, template: Mapping[str, object] | None, sections: frozenset[str] | None
 ) -> dict[str, object]:
     """Return fresh memory for everything that a checkpoint holds, by dotted name: nothing of it is skipped in silence."""
-    layouts = flatten(template)[0] if template is not None else {}
+    layouts, _ = flatten(template or {})
     found: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if sections is not None and metadata.planner_data[name][0] not in sections:
@@ -344,6 +351,7 @@ def destinations(
             and template is not None
             and _is_of_another_rank(metadata.planner_data[name], template)
         ):
+            # Such as the weights of another stage of a pipeline: this rank knows them by name only.
             found[name] = torch.empty(entry.size, dtype=dtype, device="meta")
         elif isinstance(like, Tensor) and is_sharded(like) and like.shape == entry.size:
             found[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
@@ -380,17 +388,8 @@ def read_outline(path: Path) -> Outline:
     outline = Outline("sharded", path, plain=without_tensors(plain))
     for name, about in sorted(read_index(path).state_dict_metadata.items()):
         if isinstance(about, TensorStorageMetadata):
-            dtype, size = (
-                about.properties.dtype,
-                about.size.numel() * about.properties.dtype.itemsize,
-            )
-            outline.entries.append(
-                Entry(
-                    name,
-                    str(dtype).removeprefix("torch."),
-                    tuple(about.size),
-                    size,
-                    len(about.chunks),
-                )
-            )
+            dtype, shape = about.properties.dtype, tuple(about.size)
+            size = about.size.numel() * dtype.itemsize
+            short = str(dtype).removeprefix("torch.")
+            outline.entries.append(Entry(name, short, shape, size, len(about.chunks)))
     return outline

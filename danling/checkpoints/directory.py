@@ -49,6 +49,7 @@ def stores_in(
     directory: Path, *, first: type[CheckpointStore] = FileStore
 ) -> list[CheckpointStore]:
     """Return both kinds of stores of a directory: a run may go on with another kind of manager."""
+    # A mapping keeps the order, and has the first kind once.
     kinds: dict[type[CheckpointStore], None] = dict.fromkeys((first, FileStore, TargetStore))
     return [kind(directory) for kind in kinds]
 
@@ -92,7 +93,7 @@ class CheckpointDirectory:
         self._open_sources: Callable[[], Any] | None = None
         self._sources: Any = None
         self._alone: set[Path] = set()
-        self._home: CheckpointStore | None = None
+        self._home: Any = None
         self._brought: set[Path] = set()
         self._offered: dict[str, tuple[CheckpointStore, Path, int]] = {}
         self._unreadable: set[tuple[CheckpointStore, int]] = set()
@@ -105,13 +106,14 @@ class CheckpointDirectory:
         if own:
             self._sources = sources()
             self._home = self._sources.own()
-            self.stores += [self._home] if self._home is not None else []
+            self.stores.append(self._home)
 
     def sources_of(self, source: str | Path) -> Any:
         """Return what finds a checkpoint that a URL names; `None` for anything else."""
         scheme, is_url, _ = str(source).partition("://")
         if self._open_sources is None or not is_url or not scheme.isalnum():
             return None
+        # Opened at the first URL: a run without one does not import the client of a store.
         self._sources = self._sources or self._open_sources()
         return self._sources
 
@@ -167,6 +169,8 @@ class CheckpointDirectory:
 
     def _resolve(self, source: str | Path) -> tuple[CheckpointStore, Path]:
         sources, wanted = self.sources_of(source), source
+        # What was brought from the store of the run is whole, though its files are in a directory in
+        # which saves are in parts.
         stores = self.stores if Path(source) in self._brought else self._whole()
         if sources is not None:
             named, wanted = sources.named(source)
@@ -199,6 +203,7 @@ class CheckpointDirectory:
         last = newest(record for record, _ in found)
         if last is None:
             return None
+        # An export has no state to resume from.
         saves = [
             (r, s)
             for r, s in found
@@ -308,6 +313,7 @@ class CheckpointDirectory:
         found = self.records()
         self.refuse_foreign(found)
         records = [record for record, _ in found]
+        # Of all stores: a save must not get a number that another one has in the object store.
         branch = next_branch(records, self.resumed)
         abandoned = {
             r.sequence for r in records if not is_on_branch(r, branch.number, branch.ancestors)
@@ -347,6 +353,7 @@ class CheckpointDirectory:
             return
         try:
             for store in self.stores:
+                # A store of targets would make their directory.
                 if not isinstance(store, TargetStore) or (self.path / TARGETS).is_dir():
                     store.recover()
             storage.clean(self.path, storage.UPLOADING)

@@ -47,6 +47,7 @@ def restoring(what: str, entry: str, *, own: tuple[type[Exception], ...] = ()) -
     passed: tuple[type[Exception], ...] = (CheckpointError, *own)
     try:
         yield
+    # First, since these are kinds of RuntimeError and ValueError too.
     except passed:
         raise
     except (
@@ -66,6 +67,7 @@ def restoring(what: str, entry: str, *, own: tuple[type[Exception], ...] = ()) -
 _GONE = "Bring it back (is the file system mounted?)"
 _DENIED = "Give this user the right to do that, or name another directory in checkpoint_dir"
 _FULL = "Free some space, or let checkpoint.keep_latest_k keep fewer checkpoints"
+# By the error number: what the user can do about it. Any other number is a fault of the disk.
 _FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
     **dict.fromkeys((errno.EACCES, errno.EPERM), _DENIED),
@@ -87,6 +89,7 @@ def disk_error(
     """Return the error to raise for one of the operating system."""
     space = "" if free is None else f", with {free:,} bytes free"
     fix = _FIXES.get(error.errno or 0, _FAILING)
+    # One argument, so that `str` gives the message: `OSError` with a number prints its own text.
     found = CheckpointDiskError(
         f"Expected to {operation} {path}. Received: {reason(error)}{space}. {fix}, and start again: `auto_resume` continues from the "
         "newest checkpoint that verifies."

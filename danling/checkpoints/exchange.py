@@ -88,17 +88,17 @@ def export_weights(
         content = sets if "ema" in sets else sets["model"]
         _put(target, lambda writer: torch.save(content, writer))
         return [target]
-    single = target.suffix == ".safetensors"
-    directory = target.parent if single else target
+    directory, limit = target, max_shard_bytes
+    stems = {"model": "model", "ema": "ema"}
+    if target.suffix == ".safetensors":
+        directory, limit = target.parent, None
+        stems = {"model": target.stem, "ema": f"{target.stem}.ema"}
+    # Before anything is written: an index leads to the files of its own export only.
     earlier = _earlier_export(target)
     storage.make_directory(directory)
     written = []
     for name, weights in sets.items():
-        stem = name
-        if single:
-            stem = target.stem if name == "model" else f"{target.stem}.ema"
-        limit = None if single else max_shard_bytes
-        written += _write_safetensors(directory, stem, weights, limit, dict(metadata or {}))
+        written += _write_safetensors(directory, stems[name], weights, limit, dict(metadata or {}))
     for path in earlier:
         if path not in written:
             storage.remove(path)
@@ -110,11 +110,9 @@ def _earlier_export(target: Path) -> list[Path]:
     if target.suffix == ".safetensors":
         averaged = target.with_name(f"{target.stem}.ema.safetensors")
         return [path for path in (target, averaged) if target.is_file() and path.is_file()]
-    found = (
-        [path for path in target.iterdir() if _WRITTEN.fullmatch(path.name)]
-        if target.is_dir()
-        else []
-    )
+    if not target.is_dir():
+        return []
+    found = [path for path in target.iterdir() if _WRITTEN.fullmatch(path.name)]
     return sorted(found, key=lambda path: (path.suffix != ".json", path.name))
 
 
@@ -140,16 +138,13 @@ def import_weights(path: str | Path, *, which: str = "model") -> dict[str, Tenso
 
 def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, Tensor]:
     """Return the weights in the content of a file: a `state_dict`, alone or as `model` or `state_dict`."""
-    if isinstance(loaded, Mapping) and which == "model" and "model" not in loaded:
-        # As PyTorch Lightning and many published checkpoints have it.
-        loaded = loaded["state_dict"] if isinstance(loaded.get("state_dict"), Mapping) else loaded
-    nested = isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping)
-    found = loaded if which == "model" else None
-    if nested:
-        found = loaded.get(which)
-    if nested and which == "ema" and isinstance(found, Mapping):
+    found: Any = None
+    if which == "model":
+        # `state_dict` is how PyTorch Lightning and many published checkpoints have it.
+        found = _below(_below(loaded, "model", "state_dict"), "model")
+    elif isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping):
         # The state of an EMA has the weights in an entry.
-        found = found["weights"] if isinstance(found.get("weights"), Mapping) else found
+        found = _below(loaded.get(which), "weights")
     if found is None:
         raise CheckpointNotFound(
             f"Expected weights ({which}). Received: {source}, which has none of that name."
@@ -169,6 +164,14 @@ def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, T
     return _canonical(found)
 
 
+def _below(content: Any, *names: str) -> Any:
+    """Return the first mapping that a mapping has under one of some names; the content itself where there is none."""
+    if not isinstance(content, Mapping):
+        return content
+    below = (content.get(name) for name in names)
+    return next((found for found in below if isinstance(found, Mapping)), content)
+
+
 def read_model(
     manager: CheckpointManager, source: str | Path | Mapping[str, object], *, averages: bool = True
 ) -> dict[str, Tensor]:
@@ -186,6 +189,7 @@ def read_model(
     sources = manager.checkpoints.sources_of(source)
     brought = None if sources is None else manager.on_all(lambda: sources.bring_file(str(source)))
     path = brought or Path(source)
+    # The main process decides for all: a disk that is shared may show a file to one of them later.
     if manager.on_main(lambda: _is_foreign(path)):
         foreign, beside = manager.on_all(lambda: _import_sets(path, averages=averages))
         manager.checkpoints.release()
@@ -233,15 +237,17 @@ def evaluated_weights(weights: Mapping[str, Tensor], averages: object) -> dict[s
         averages: Averages by name, also as `{"weights": averages}`. What they lack, such as a second name of a tied weight, is taken from
             the name that it is tied to, or from `weights`.
     """
-    if isinstance(averages, Mapping) and isinstance(averages.get("weights"), Mapping):
-        averages = averages["weights"]
+    averages = _below(averages, "weights")
+    # A file of another program may have anything under the name `ema`.
     if not isinstance(averages, Mapping) or not averages:
         return None
-    if not all(
+    named = all(
         isinstance(value, Tensor) and isinstance(name, str) for name, value in averages.items()
-    ):
+    )
+    if not named:
         return None
     averages = averages if averages.keys() <= weights.keys() else _canonical(averages)
+    # Those of another model are none of these weights.
     if any(
         getattr(weights.get(name), "shape", None) != value.shape for name, value in averages.items()
     ):
@@ -278,6 +284,7 @@ def _is_foreign(path: Path) -> bool:
             (path / name).is_file()
             for name in ("model.safetensors", "model.safetensors.index.json")
         )
+    # Without a suffix, the name of a checkpoint is a pointer to a target.
     pointer = is_name(path.name) and (path.parent / TARGETS).is_dir()
     if not path.is_file() or pointer or has_sums(path):
         return False
@@ -292,17 +299,17 @@ def _read_torch_file(path: Path) -> object:
     if is_archive(path):
         verify_alone(path, "full", required=False)
     content = read_file(path)
+    # A checkpoint of a run whose checksums were lost is not read as if it were a copy.
     if is_own(content) and is_of_run(path.parent):
         raise missing_sums(path)
     return content
 
 
 def _canonical(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    wrapped = bool(weights) and all(name.startswith("module.") for name in weights)
-    return {
-        canonical_name(name.removeprefix("module.") if wrapped else name): tensor
-        for name, tensor in weights.items()
-    }
+    # DDP puts `module.` before every name. Where some names lack it, it is a module of the user's.
+    wrapped = all(name.startswith("module.") for name in weights)
+    prefix = "module." if wrapped else ""
+    return {canonical_name(name.removeprefix(prefix)): each for name, each in weights.items()}
 
 
 def _plain(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -319,15 +326,17 @@ def _plain(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str
             f"Expected whole tensors to export. Received: {sharded} as a DTensor. Gather them first: "
             "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))."
         )
-    cast: dict[int, Tensor] = {}
-    for tensor in weights.values():
-        # Once for each tensor, so that tied ones stay tied.
-        if id(tensor) not in cast:
-            value = tensor.detach().cpu()
-            cast[id(tensor)] = (
-                value.to(dtype) if dtype is not None and value.is_floating_point() else value
-            )
-    return _canonical({name: cast[id(tensor)] for name, tensor in weights.items()})
+
+    def cast(tensor: Tensor) -> Tensor:
+        value = tensor.detach().cpu()
+        if dtype is None or not value.is_floating_point():
+            return value
+        return value.to(dtype)
+
+    # Once for each tensor, so that tied ones stay tied.
+    distinct = {id(tensor): tensor for tensor in weights.values()}
+    plain = {key: cast(tensor) for key, tensor in distinct.items()}
+    return _canonical({name: plain[id(tensor)] for name, tensor in weights.items()})
 
 
 def _put(path: Path, write: Any) -> None:
@@ -335,9 +344,8 @@ def _put(path: Path, write: Any) -> None:
     staged = path.with_name(f"{_UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}")
 
     def locked(writer: storage.HashingWriter) -> None:
-        fcntl.flock(
-            writer.fileno(), fcntl.LOCK_EX
-        )  # until the file is closed, or the process is killed
+        # Until the file is closed, or the process is killed.
+        fcntl.flock(writer.fileno(), fcntl.LOCK_EX)
         write(writer)
 
     storage.write_file(staged, locked)
@@ -347,12 +355,9 @@ def _put(path: Path, write: Any) -> None:
 
 def _remove_unfinished(path: Path) -> None:
     """Remove what killed exports to the same path have left: files that no process has locked, and that are not just being made."""
-    for name in storage.names(path.parent):
-        is_own = (
-            re.fullmatch(rf"{re.escape(_UNFINISHED + path.name)}-[0-9a-f]{{8}}", name) is not None
-        )
-        if not is_own:
-            continue
+    own = re.compile(rf"{re.escape(_UNFINISHED + path.name)}-[0-9a-f]{{8}}")
+    for name in filter(own.fullmatch, storage.names(path.parent)):
+        # A lock that another process has is an OSError, and its file stays.
         with suppress(OSError), open_file(path.with_name(name), follow=False) as file:
             if time.time() - os.fstat(file.fileno()).st_mtime > _SECONDS_TO_BEGIN:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -371,11 +376,10 @@ def _write_safetensors(
     shards = _split(
         {name: tensor for name, tensor in weights.items() if name not in aliases}, limit
     )
-    names = (
-        [f"{stem}-{i:05d}-of-{len(shards):05d}" for i in range(1, len(shards) + 1)]
-        if len(shards) > 1
-        else [stem]
-    )
+    names = [stem]
+    if len(shards) > 1:
+        # As the Hugging Face libraries call the shards of a model.
+        names = [f"{stem}-{i:05d}-of-{len(shards):05d}" for i in range(1, len(shards) + 1)]
     written, places = [], {}
     for file, shard in zip(names, shards):
         path = directory / f"{file}.safetensors"
@@ -390,6 +394,7 @@ def _write_safetensors(
         _put(path, lambda writer, content=content: _write_in_order(writer, content))
         places.update(dict.fromkeys(shard, path.name))
         written.append(path)
+    # Last, since the index makes the shards a model.
     if len(shards) > 1:
         size = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
         index = {"metadata": {"total_size": size}, "weight_map": places}
@@ -401,6 +406,7 @@ def _write_safetensors(
 
 def _write_in_order(writer: Any, content: bytes) -> None:
     """Write a safetensors file with the metadata of its header by name."""
+    # The library writes the metadata in the order of a hash map, so equal weights gave other bytes.
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -411,6 +417,7 @@ def _write_in_order(writer: Any, content: bytes) -> None:
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
+    # A view of a larger storage, of which safetensors would see memory that is shared.
     shares = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
     return tensor.clone(memory_format=torch.contiguous_format) if shares else tensor.contiguous()
 
@@ -421,6 +428,7 @@ def _aliases(weights: Mapping[str, Tensor]) -> dict[str, str]:
     aliases = {}
     for name, tensor in weights.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        # Those without elements all have the address 0.
         if tensor.numel() and first.setdefault(key, name) != name:
             aliases[name] = first[key]
     return aliases
@@ -431,6 +439,7 @@ def _split(weights: dict[str, Tensor], limit: int | None) -> list[dict[str, Tens
     size = 0
     for name, tensor in weights.items():
         needed = tensor.numel() * tensor.element_size()
+        # A tensor that is larger than the limit is alone in its file.
         if limit is not None and shards[-1] and size + needed > limit:
             shards.append({})
             size = 0
@@ -488,6 +497,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
             tied = parse_json((file.metadata() or {}).get("tied", "{}"))
         shared = {name: weights[first] for name, first in dict(tied).items()}
+    # safetensors raises its own errors, and the header may have anything as `tied`.
     except Exception as error:
         raise CheckpointDamaged(
             f"Expected a readable file. Received: {path}, on which safetensors fails: {error}"
@@ -523,6 +533,7 @@ def describe_model(model: object) -> dict[str, str]:
     described = {}
     for attribute, name in (("config", _CONFIG), ("generation_config", "generation_config.json")):
         part: Any = getattr(model, attribute, None)
+        # Asked of the class: models of other libraries answer to any name.
         if callable(getattr(type(part), "to_json_string", None)) and callable(
             getattr(type(part), "save_pretrained", None)
         ):

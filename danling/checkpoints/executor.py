@@ -41,6 +41,7 @@ class SaveExecutor:
             raise RuntimeError("A checkpoint manager cannot save after close(). Save before it.")
         self.wait_for_room()
         with self._changed:
+            # Only a save that may give way can be here: there is room.
             dropped, self._next = self._next, (run, release, reliable)
             if self._thread is None:
                 # A daemon: a save that hangs must not keep a process alive that close() has given up waiting for.
@@ -64,14 +65,14 @@ class SaveExecutor:
             error: BaseException | None = None
             try:
                 run()
-            except (
-                BaseException
-            ) as raised:  # torch's CheckpointException is no Exception, and none may pass unseen
+            # torch's CheckpointException is no Exception, and none may pass unseen.
+            except BaseException as raised:
                 error = raised
             release()
             # Not kept while the next one is awaited: they refer to the copy of a whole state.
             del run, release
             with self._changed:
+                # The first one: those that follow are often its consequences.
                 self._error = self._error or error
                 self._running = False
                 self._changed.notify_all()

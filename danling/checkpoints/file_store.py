@@ -113,6 +113,7 @@ class FileStore(CheckpointStore):
 
     def litter(self) -> list[Path]:
         names = storage.names(self.directory)
+        # Of a deletion that was interrupted: the mark, and checksums whose file is gone.
         marked = {
             f"{name.removeprefix(DELETING)}{SUFFIX}" for name in names if name.startswith(DELETING)
         }
@@ -138,11 +139,13 @@ class FileStore(CheckpointStore):
         # The kind of a path that is no file says more than its missing checksums.
         problems = [f"{path.name} {storage.absence(path)}"] if storage.is_no_file(path) else []
         last = None
-        # A save was killed between file and checksums: only the contents tell which of the two describes the file.
-        waiting = storage.size_of(_beside(path, NEXT)) is not None
-        suffixes = (FILE_SUMS, NEXT) if waiting else (FILE_SUMS,)
+        suffixes = [FILE_SUMS]
+        if storage.size_of(_beside(path, NEXT)) is not None:
+            # A save was killed between file and checksums: only the contents tell which of the two
+            # describes the file.
+            suffixes, level = [FILE_SUMS, NEXT], "full"
         for suffix in suffixes:
-            manifest, found = _compare(path, suffix, "full" if waiting else level)
+            manifest, found = _compare(path, suffix, level)
             if manifest is not None and not found:
                 return manifest, []
             last = manifest or last
@@ -191,11 +194,9 @@ def missing_sums(path: Path) -> CheckpointDamaged:
 
 def verify_alone(path: Path, level: str, *, required: bool = True) -> None:
     """Compare a file with the checksums inside of it."""
-    problems = (
-        []
-        if level == "none"
-        else archive_complaints(path, tensors=level == "full", required=required)
-    )
+    if level == "none":
+        return
+    problems = archive_complaints(path, tensors=level == "full", required=required)
     if problems:
         raise CheckpointDamaged(
             f"Expected {path} as it was written. Received: {'; '.join(problems[:5])}. Copy it again, "
@@ -214,6 +215,7 @@ def _compare(path: Path, suffix: str, level: str) -> tuple[Manifest | None, list
         manifest = read_manifest(sums, sums.name)
     except CheckpointDamaged as error:
         return None, [str(error)]
+    # A manifest that was copied to another name must not make a checkpoint of that name.
     described = {*manifest.files, f"{manifest.record.name}{path.suffix}"}
     if described != {path.name} or not manifest.files:
         others = ", ".join(sorted(described - {path.name})) or "nothing"

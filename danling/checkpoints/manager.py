@@ -183,14 +183,11 @@ class CheckpointManager(ABC):
         Raises:
             CheckpointError: If it, or one that was going on in the background, could not be written.
         """
-        names = (
-            [history_name(step_mode=self.step_mode, epoch=epoch, global_step=global_step)]
-            if history
-            else []
-        )
-        names += ["best"] if best else []
+        kept = history_name(step_mode=self.step_mode, epoch=epoch, global_step=global_step)
         # `latest` becomes visible last: it is what a restart looks for first.
-        self._save(payload, [*names, "latest"], epoch=epoch, global_step=global_step)
+        asked = {kept: history, "best": best, "latest": True}
+        names = [name for name, is_asked in asked.items() if is_asked]
+        self._save(payload, names, epoch=epoch, global_step=global_step)
 
     def export_model(self, payload: Mapping[str, object], *, epoch: int, global_step: int) -> None:
         """Write weights only, as `model`; `latest` is left alone. Call on all ranks."""
@@ -207,6 +204,7 @@ class CheckpointManager(ABC):
     ) -> list[Record]:
         """Check that a save can be made, and return its records. Call on rank 0."""
         self.before_save()
+        # Logged once, at the first save: a run that keeps all of its history may fill the disk.
         count = 0 if self._said_need or self.settings.keep_latest_k else self.planned_history()
         self._said_need = True
         if count > 1:
@@ -221,6 +219,7 @@ class CheckpointManager(ABC):
         try:
             storage.require_space(self.directory, needed)
         except CheckpointError:
+            # A save on this disk is worth more than the copy of an older one.
             given_up = self.mirror.drop_pending() if self.mirror is not None else []
             if not given_up:
                 raise
@@ -255,6 +254,7 @@ class CheckpointManager(ABC):
     def _saved(self, payload: Mapping[str, object], names: Iterable[str]) -> None:
         """Do what follows when a payload is on the disk under its names. Called on rank 0, maybe in the background."""
         self._prune()
+        # An export has weights alone.
         if "latest" in names:
             self.after_save(payload)
 
@@ -289,6 +289,7 @@ class CheckpointManager(ABC):
 
     def _fetched(self, source: str | Path) -> Path:
         """Return the verified file or target of a checkpoint, which every rank can read."""
+        # A save in the background may be about to replace what is asked for.
         self.wait()
         if len(set(self.domain.gather_objects(str(source)))) > 1:
             # Copies on several machines, which were compared at the beginning of the run: each rank reads its own.
@@ -341,12 +342,11 @@ class CheckpointManager(ABC):
         """
         if self.mirror is None:
             return
+        timeout = self.settings.wait_timeout
         if self.domain.size == 1:
-            self.mirror.wait(self.settings.wait_timeout)
+            self.mirror.wait(timeout)
             return
-        waiting = threading.Thread(
-            target=self.mirror.wait, args=(self.settings.wait_timeout,), daemon=True
-        )
+        waiting = threading.Thread(target=self.mirror.wait, args=(timeout,), daemon=True)
         waiting.start()
         while any(self.domain.gather_objects(waiting.is_alive())):
             waiting.join(_SECONDS_BETWEEN_SIGNS)
@@ -445,6 +445,7 @@ class FileCheckpointManager(CheckpointManager):
         if self.settings.load_only:
             return
         self._surface()
+        # Only rank 0 can fail here, and its error is raised on all of them.
         with self.domain.failing_together(raised_as=self._as_raised):
             if self.domain.rank == 0:
                 self._write_or_enqueue(payload, names, epoch, global_step)
@@ -458,6 +459,7 @@ class FileCheckpointManager(CheckpointManager):
         if not self.settings.is_async:
             self._write(to_host(payload), records)
             return
+        # Before the copy, so that there are at most as many as `SnapshotBuffers` counts.
         self._executor.wait_for_room()
         copied, release = self._buffers.copy(payload)
         is_reliable = names != ["latest"]
@@ -536,6 +538,7 @@ class CollectiveCheckpointManager(CheckpointManager):
 
     def _is_mirror_behind(self, exchange: Callable[[object], list[object]]) -> bool:
         """Whether a save waits to be copied on any rank: they are to copy the same saves. Called on all ranks."""
+        # A rank by itself does not ask: its mirror replaces the save that waits by the newer one.
         return (
             self.mirror is not None
             and self.domain.size > 1
@@ -555,6 +558,7 @@ class CollectiveCheckpointManager(CheckpointManager):
         is_main = self.domain.rank == 0
         if is_main:
             self.store.publish(record.name, names)
+        # Before retention, which spares what the mirror has yet to copy.
         self._mirrored(record, names, target=record.name, own=own, put_off=put_off)
         if is_main:
             self._saved(payload, names)

@@ -23,6 +23,7 @@ from . import storage
 from .errors import CheckpointDamaged, reason
 
 HEADER = "# danling-manifest 1"
+# Read whole by `verify=size` too: they say where in the other files everything is.
 _INDEX_FILES = ("index.json", ".metadata")
 _SELF_CHECKSUM = "# sha256 of the lines above: "
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -31,6 +32,7 @@ _MOST_FILES = 100_000
 """Files of the largest checkpoint: each rank writes a few."""
 _HISTORY = re.compile(r"ckpt-(e\d{6,}|s\d{12,})")
 _CHUNK = 4 << 20
+# A file that begins so and has lost its end is a damaged archive, which `is_zipfile` denies.
 _MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """A pickle of `torch.serialization.MAGIC_NUMBER`."""
@@ -104,6 +106,7 @@ def next_branch(records: Collection[Record], resumed: Record | None) -> Branch:
         return Branch(0, (), 0)
     if resumed is not None and resumed.sequence == last.sequence:
         return Branch(resumed.branch, resumed.ancestors, last.sequence)
+    # Sequences go on over all branches, so that a number never names two saves.
     number = max(record.branch for record in records) + 1
     ancestors = () if resumed is None else (*resumed.ancestors, (resumed.branch, resumed.sequence))
     return Branch(number, ancestors, last.sequence)
@@ -111,15 +114,13 @@ def next_branch(records: Collection[Record], resumed: Record | None) -> Branch:
 
 def to_delete(records: Iterable[Record], *, keep: int, protected: Collection[int]) -> list[str]:
     """Return the history names that retention gives up, oldest first."""
+    if keep <= 0:
+        return []
     history = sorted(
         (record for record in records if is_history(record.name)),
         key=lambda record: record.sequence,
     )
-    return (
-        [record.name for record in history[:-keep] if record.sequence not in protected]
-        if keep > 0
-        else []
-    )
+    return [record.name for record in history[:-keep] if record.sequence not in protected]
 
 
 # Manifests
@@ -158,6 +159,7 @@ class Manifest:
             body, seal, digest = text.rpartition(_SELF_CHECKSUM)
             if not text.startswith(f"{HEADER}\n"):
                 raise ValueError("its first line is not a manifest's")
+            # A manifest that was cut or edited describes nothing.
             if not seal or digest != f"{hashlib.sha256(body.encode()).hexdigest()}\n":
                 raise ValueError("it is not as it was written")
             return cls._of_lines(body.splitlines()[1:])
@@ -197,6 +199,7 @@ class Manifest:
 
 
 def _number(text: str) -> int:
+    # `int` alone takes blanks, underscores and the digits of other scripts, and any length.
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
     if not 0 <= number < _LARGEST:
         raise ValueError(f"{text[:80]!r} is no number from 0 to 2^62")
@@ -238,6 +241,7 @@ def find_problems(manifest: Manifest, directory: Path, level: str) -> list[str]:
     if len(manifest.files) == 1 or level != "full":
         found = [problem(name) for name in manifest.files]
     else:
+        # Hashing leaves other threads their turn, and a network disk answers several at once.
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(problem, manifest.files))
     return [each for each in found if each is not None]
@@ -284,6 +288,7 @@ def archive_complaints(
             total = sum(record.file_size for record in records)
             if total > size:  # they overlap
                 return [f"its records have {total} bytes and the file {size}"]
+            # `torch.serialization.set_crc32_options(False)` leaves all of them out.
             if not any(record.CRC for record in records):
                 return ["it has no CRC-32 of its records"] if required else []
             problems = []
@@ -291,6 +296,7 @@ def archive_complaints(
                 record for record in records if tensors or "/data/" not in record.filename
             ):
                 try:
+                    # zipfile compares the CRC-32 at the end of a record.
                     with archive.open(record) as content:
                         while content.read(_CHUNK):
                             pass

@@ -25,6 +25,7 @@ DICTS: Mapping[str, type[Any]] = {
 }
 """Containers that an attribute is saved as, by the name of the kind."""
 
+# Counters become 64-bit integers of torch, also a sum of two of them.
 _LARGEST = 1 << 62
 _LONGEST = 1 << 10_000
 """Python refuses to print an integer of more than 4,300 digits."""
@@ -75,11 +76,13 @@ def check_sections(payload: Mapping[str, object], source: Path) -> None:
         CheckpointDamaged: If it does not.
     """
     try:
+        # Other sections, such as those of the user, are what torch's safe reader lets through.
         for name, check in _SECTIONS.items():
             if payload.get(name) is not None:
                 check(payload[name], name)
     except _Defect as defect:
         raise CheckpointDamaged(f"{defect}, in {source}. Use another checkpoint.") from None
+    # Settings and attributes are checked level by level, by functions that call each other.
     except RecursionError:
         raise CheckpointDamaged(
             f"Expected values of fewer levels. Received: {source}, with more."
@@ -105,6 +108,7 @@ def _count(value: object, path: str) -> None:
 
 
 def _number(value: object, path: str) -> None:
+    # `type`, as everywhere here: a boolean is an instance of int.
     is_float = type(value) is float or (type(value) is int and abs(value) < _LARGEST)
     _require(is_float, path, "a number", value)
 
@@ -261,6 +265,7 @@ def _tensor(value: object, path: str) -> None:
 
 
 def _moved(value: Mapping[str, Any], path: str) -> None:
+    # A tensor on an accelerator, which is saved on the CPU, or one of a class.
     _tensor(value.get("value"), path)
     _text(value.get("device"), f"the device of {path}")
     _optional(_text)(value.get("class"), f"the class of {path}")
@@ -274,6 +279,7 @@ def _buffer(value: Any, path: str) -> None:
 
 def _node(value: Any, path: str) -> None:
     """Check an encoded value; see `danling.training.attributes`."""
+    # A plain value is written as it is; anything else is a mapping that names its kind.
     if isinstance(value, Tensor):
         return
     if not isinstance(value, Mapping):
@@ -307,6 +313,7 @@ def _array(value: Mapping[str, Any], path: str) -> None:
     )
     try:
         dtype = numpy.dtype(name)
+    # NumPy parses some texts as Python, such as those of structured dtypes.
     except (TypeError, ValueError, SyntaxError):
         raise _Defect(f"{path}.dtype", "a dtype of NumPy", name) from None
     _require(
@@ -315,11 +322,12 @@ def _array(value: Mapping[str, Any], path: str) -> None:
         "a dtype of numbers or texts",
         name,
     )
-    shape = value.get("shape")
+    shape: Any = value.get("shape")
     _require(isinstance(shape, (list, tuple)), f"{path}.shape", "a shape", shape)
-    for size in shape or ():
+    for size in shape:
         _count(size, f"{path}.shape")
-    fits = math.prod(shape or ()) * dtype.itemsize == value["value"].numel()
+    # Checked here, where it is the error of a checkpoint; NumPy would raise its own at the restore.
+    fits = math.prod(shape) * dtype.itemsize == value["value"].numel()
     _require(fits, f"{path}.shape", "the shape of so many bytes", shape)
     _require(
         not (value["kind"] == "scalar" and shape), f"{path}.shape", "the shape of a scalar", shape
@@ -329,7 +337,8 @@ def _array(value: Mapping[str, Any], path: str) -> None:
 def _items(
     value: Mapping[str, Any], path: str, check: Check = _node, *, count: int | None = None
 ) -> None:
-    items = value.get("items")
+    items: Any = value.get("items")
+    # Items with tensors are a mapping by number: the state has names above its tensors (`dcp_index`).
     if isinstance(items, Mapping):
         numbered = {str(number) for number in range(len(items))}
         _require(items.keys() == numbered, f"{path}.items", "values by number", items)
@@ -337,12 +346,10 @@ def _items(
             check(items[str(number)], f"{path}[{number}]")
     else:
         _require(isinstance(items, list), f"{path}.items", "a list", items)
-        for number, item in enumerate(items or ()):
+        for number, item in enumerate(items):
             _scalar(item, f"{path}[{number}]")
             check(item, f"{path}[{number}]")
-    _require(
-        count is None or len(items or ()) == count, f"{path}.items", "a value for each key", items
-    )
+    _require(count is None or len(items) == count, f"{path}.items", "a value for each key", items)
 
 
 def _list(value: Mapping[str, Any], path: str) -> None:
@@ -355,17 +362,17 @@ def _list(value: Mapping[str, Any], path: str) -> None:
 
 
 def _keys(value: Mapping[str, Any], path: str, check: Check) -> None:
-    keys = value.get("keys")
+    keys: Any = value.get("keys")
     _require(isinstance(keys, list), f"{path}.keys", "a list", keys)
-    for key in keys or ():
+    for key in keys:
         check(key, f"a key of {path}")
-    _items(value, path, count=len(keys or ()))
+    _items(value, path, count=len(keys))
 
 
 def _members(value: Mapping[str, Any], path: str) -> None:
-    items = value.get("items")
+    items: Any = value.get("items")
     _require(isinstance(items, list), f"{path}.items", "a list", items)
-    for item in items or ():
+    for item in items:
         _key(item, path)
 
 
@@ -434,9 +441,9 @@ def _stateful(value: Mapping[str, Any], path: str) -> None:
 
 
 def _complex(value: Mapping[str, Any], path: str) -> None:
-    parts = value.get("value")
+    parts: Any = value.get("value")
     _require(isinstance(parts, (list, tuple)) and len(parts) == 2, path, "two numbers", parts)
-    for part in parts or ():
+    for part in parts:
         _number(part, path)
 
 
@@ -456,6 +463,7 @@ _KEYS: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
     "same": lambda value, path: _text(value.get("path"), f"{path}.path"),
 }
 
+# By the kind of a node: how it is checked. `danling.training.attributes` writes and reads the kinds.
 _NODES: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
     "left": lambda value, path: None,
     "deleted": lambda value, path: None,

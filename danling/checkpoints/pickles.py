@@ -50,10 +50,12 @@ def is_too_deep(source: BinaryIO, deepest: int) -> bool:
         elif name == "MARK":
             stack.append(None)
         else:
+            # What it takes from the stack is one level below what it makes.
             below = max(
                 (each[0] for each in _popped(stack, operation) if each is not None), default=0
             )
             if name in _ADD:
+                # In place, so that the memo and other references to the container have it too.
                 target = stack[-1] if stack and stack[-1] is not None else [0]
                 target[0] = max(target[0], below + 1)
                 below = target[0]
@@ -68,6 +70,7 @@ def is_too_deep(source: BinaryIO, deepest: int) -> bool:
 
 def _popped(stack: list[list[int] | None], operation: Any) -> list[list[int] | None]:
     """Take from the stack what an operation takes; one that adds leaves what it adds to."""
+    # A pickle that takes more than there is fails when it is read; here it is no error.
     taken: list[list[int] | None] = []
     if pickletools.markobject in operation.stack_before:
         while stack:

@@ -116,6 +116,7 @@ def stored_seed(directory: Path, asked: str | Path | None) -> int | None:
         else [Path(asked), directory / asked, directory / f"{asked}{SUFFIX}"]
     )
     for source in sources:
+        # What cannot be read is named when the run is restored.
         try:
             seed = read_config(source).get("seed")
         except (CheckpointError, OSError):
@@ -161,9 +162,9 @@ def stored_settings(directory: Path) -> tuple[Mapping[str, Any], int] | None:
         except (CheckpointError, OSError):
             continue
         elastic = (payload.get("state") or {}).get("elastic") or {}
-        return payload.get("runner") or {}, int(
-            elastic.get("data_replicas", elastic.get("world_size", 1))
-        )
+        # Earlier versions have saved the number of ranks alone.
+        replicas = elastic.get("data_replicas", elastic.get("world_size", 1))
+        return payload.get("runner") or {}, int(replicas)
     return None
 
 
@@ -412,6 +413,7 @@ def exclude(
     excluded = set()
     for entry in listed:
         name, dot, rest = _canonical(entry)
+        # There is nothing to leave out, and the name is no mistake.
         if name in _OPTIONAL and name not in kept and not dot:
             continue
         is_new = name in kept and any(f"{path}.".startswith(f"{name}.{rest}.") for path in here)
@@ -436,6 +438,7 @@ def _drop(holder: dict[str, Any], name: str, path: str) -> bool:
     section = holder[name]
     if not isinstance(section, Mapping):
         return False
+    # The keys of a model are dotted names, those of other sections single words: both are tried.
     matching = [key for key in section if key == path or str(key).startswith(f"{path}.")]
     if matching:
         holder[name] = {key: value for key, value in section.items() if key not in matching}

@@ -47,6 +47,7 @@ def readable(tensor: Tensor, path: str = "a tensor") -> Tensor:
     local = local_part(tensor)
     if type(local) is Tensor or type(local) in _registered():
         return tensor
+    # Such as of a class that only adds methods.
     if is_plain_tensor(local):
         return with_local_part(tensor, local.as_subclass(Tensor))
     kind = type(local).__name__
@@ -58,6 +59,7 @@ def readable(tensor: Tensor, path: str = "a tensor") -> Tensor:
 
 def _registered() -> set[Any]:
     """Return the classes that torch's safe reader knows."""
+    # An entry is a class, or a class with the name that it has in files.
     return {
         each[0] if isinstance(each, tuple) else each
         for each in torch.serialization.get_safe_globals()
@@ -109,6 +111,8 @@ class SnapshotBuffers:
                 return with_local_part(tensor, _with_parts(local, on_tensor))
             if local.layout != torch.strided:
                 return tensor.cpu().clone()
+            # Buffers are alike by `kind`; two names of one tensor have the same `key`. Without elements
+            # all have the address 0.
             kind = (local.dtype, local.shape, local.stride(), local.device.type)
             key = (local.device, local.data_ptr(), *kind)
             if local.numel() == 0 or key not in copies:
@@ -123,6 +127,7 @@ class SnapshotBuffers:
             self._spare = used
 
         copied = convert(value, on_tensor)
+        # The copies were only queued: the next update must not change what they read.
         accelerators = [device for device in devices if device.type != "cpu"]
         for device in accelerators:
             torch.accelerator.synchronize(device)
@@ -165,6 +170,7 @@ class SnapshotBuffers:
         blocks = sizes if self._shared else [pinned_block(size, device.type) for size in sizes]
         most = self._most * sum(blocks)
         of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # Pinned memory is never swapped out: with several ranks on a machine, half of it is too much.
         level = logging.WARNING if most > of_host / 2 else logging.INFO
         logger.log(
             level,

@@ -32,8 +32,10 @@ UPLOADING = ".uploading-"
 _CHUNK = 4 << 20
 _TEXT_CHUNK = 64 << 10
 _TEXT_LIMIT = 64 << 20
+# Operations that need no space, so that errors of them do not give how much there is.
 _LOOKS = ("read", "list", "look at")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# What file systems without hard links answer, or with too many of one file.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 
 
@@ -51,6 +53,7 @@ def _trying(operation: str, path: Path) -> Iterator[None]:
 
 def free_bytes(path: Path) -> int | None:
     """Return the free bytes of the file system of a path; `None` when even that cannot be known."""
+    # The file was to be made, and maybe its directory too.
     for directory in (path, *path.parents):
         try:
             found = os.statvfs(directory)
@@ -139,6 +142,7 @@ def open_new(path: Path) -> Iterator[HashingWriter]:
         writer.flush()
         with _trying("sync", path):
             os.fsync(handle)
+    # Whatever ends it, a signal included: half a file must not stay under a name.
     except BaseException as error:
         with suppress(OSError):
             os.close(handle)
@@ -147,6 +151,7 @@ def open_new(path: Path) -> Iterator[HashingWriter]:
             # torch.save hides the error of the operating system behind one about offsets in its archive; raise the real one.
             raise writer.error from None
         raise
+    # NFS reports a full disk at the close.
     with _trying("close", path):
         os.close(handle)
 
@@ -190,6 +195,7 @@ def link(source: Path, path: Path) -> None:
     staged = staged_name(path.parent)
     try:
         with _trying("write", path):
+            # To a name of its own first: `os.link` does not replace, and a rename does.
             try:
                 os.link(source, staged)
             except OSError as error:
@@ -228,6 +234,7 @@ def make_directory(directory: Path) -> None:
             try:
                 os.mkdir(directory)
             except FileExistsError:
+                # Another rank was faster, or a file is in the way.
                 refuse_no_directory(directory)
                 return
         sync_directory(directory.parent)
@@ -314,6 +321,7 @@ def open_regular(path: Path) -> int:
     """Open a regular file for reading and return its descriptor. Opening a named pipe would block until a writer appears."""
     with _trying("read", path):
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        # Of the open file: its path may lead to another one by now.
         if stat.S_ISREG(os.fstat(handle).st_mode):
             return handle
         os.close(handle)
@@ -324,6 +332,7 @@ def open_regular(path: Path) -> int:
 
 def chunks(path: Path, size: int = _CHUNK) -> Iterator[memoryview]:
     """Yield the contents of a regular file; each piece is gone when the next one comes."""
+    # One buffer for all pieces: fresh memory for each would cost more than the read.
     buffer = memoryview(bytearray(size))
     handle = open_regular(path)
     with _trying("read", path):
@@ -352,6 +361,7 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+# Copies on other machines are told apart by samples: hashing a large model whole delays the start.
 _BLOCK = 64 << 10
 _BLOCKS = 64
 
@@ -369,6 +379,7 @@ def sampled_digest(path: Path) -> str:
             try:
                 size = os.fstat(handle).st_size
                 digest.update(f"{size}\n".encode())
+                # From the first block to the last one; of a small file several are the same.
                 last = max(size - _BLOCK, 0)
                 for offset in sorted({last * index // (blocks - 1) for index in range(blocks)}):
                     digest.update(os.pread(handle, _BLOCK, offset))
@@ -483,6 +494,7 @@ def require_space(directory: Path, needed: int) -> None:
     with _trying("look at", directory):
         found = os.statvfs(directory)
     free = found.f_bavail * found.f_frsize
+    # Headers, names and plain values come to the tensors, which are what `needed` counts.
     wanted = needed + needed // 20
     if free < wanted:
         raise CheckpointError(

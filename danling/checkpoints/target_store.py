@@ -37,6 +37,7 @@ RUNNER_FILE = "runner.pth"
 """In a target of a DeepSpeed engine: everything but model and optimizer, for `torch.load(weights_only=True)`."""
 
 _TARGET = re.compile(r"\d{8,}-[0-9a-f]{8}")
+# A longer file is no pointer, and is not read.
 _POINTER_BYTES = 64
 
 
@@ -85,6 +86,7 @@ class TargetStore(CheckpointStore):
             storage.write_text(self.directory / name, f"{target}\n")
 
     def locate(self, source: Path) -> Path | None:
+        # A pointer, a directory of checkpoints, a run directory; at last a target itself.
         for candidate in (source, source / "latest", source / self.directory.name / "latest"):
             if is_name(candidate.name) and storage.size_of(candidate) is not None:
                 return candidate
@@ -123,6 +125,7 @@ class TargetStore(CheckpointStore):
         storage.make_directory(targets)
         storage.clean(self.directory)
         for path in self.litter():
+            # The others are staged files, which are gone already.
             if path.parent == targets:
                 self.give_up(path.name)
 
@@ -146,6 +149,7 @@ class TargetStore(CheckpointStore):
         for pointer in pointers:
             with suppress(CheckpointDamaged):  # `examine` says why
                 led_to.add(self.target(pointer).name)
+        # Kept while retention spares them, and found where a pointer was lost.
         nameless = [self.path(name) for name in sorted(filter(is_target, self.targets() - led_to))]
         return pointers + [path for path in nameless if not _is_unfinished(path)]
 
@@ -189,6 +193,7 @@ class TargetStore(CheckpointStore):
     def sweep(self, protected: set[int], *, run: str) -> None:
         for record in self.records(complete=False):
             path = self.path(record.name)
+            # Targets of other runs may be in the same directory.
             unused = (
                 is_target(record.name) and record.run == run and record.sequence not in protected
             )

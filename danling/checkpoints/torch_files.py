@@ -35,6 +35,7 @@ CHANGED_SINCE = {
 }
 """What a run computes differently since a format, by the last version of it."""
 
+# Far more than any state has, and few enough to walk over in seconds.
 _DEEPEST, _MOST_VALUES = 200, 20_000_000
 _DEEPEST_PICKLE = 1000
 """Levels of operations, of which a value may take several; hashing a key of so many is safe."""
@@ -53,6 +54,7 @@ def read_file(path: Path, *, mmap: bool = False) -> Any:
             f"Expected a file of torch.save. Received: {path}: {'; '.join(problems[:5])}."
         )
     try:
+        # Before torch reads it, which may end the process (`pickles.py`).
         _check_depth(path, is_zip=is_zip)
         if is_text(path):
             payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zip)
@@ -108,6 +110,7 @@ def check_values(payload: object, path: Path, *, size: int | None = None) -> Non
         below: dict[int, tuple[Any, int]] = {}
         for value, times in level.values():
             if isinstance(value, torch.Tensor):
+                # A pickle may claim any shape over a small storage, by strides of 0 for example.
                 value = local_part(value)
                 wanted = value.numel() * value.element_size()
                 if size is not None and wanted > max(size, value.untyped_storage().nbytes()):
@@ -115,6 +118,7 @@ def check_values(payload: object, path: Path, *, size: int | None = None) -> Non
                         f"Expected tensors that are in the file. Received: {path}, in which one has {wanted} bytes and the file {size}."
                     )
             elif isinstance(value, (dict, list, tuple)):
+                # A value that is referred to twice is walked over twice by readers.
                 count += times * len(value)
                 # Keys may be tuples of tuples.
                 for inner in (*value, *value.values()) if isinstance(value, dict) else value:
@@ -200,9 +204,8 @@ def read_payload(
 
 def read_outline(path: Path) -> Outline:
     """Return the content of a file of `torch.save`, of this library or of another program; see `reading.read_outline`."""
-    payload = read_file(path, mmap=True)
+    payload, kind = read_file(path, mmap=True), "torch file"
     if is_own(payload):
-        payload = check_format(payload, path)
+        payload, kind = check_format(payload, path), "file"
     plain = without_tensors(payload) if isinstance(payload, Mapping) else {}
-    kind = "file" if is_own(payload) else "torch file"
     return Outline(kind, path, list(tensors_in(payload)), plain)

@@ -89,6 +89,7 @@ class WriterProcess:
     def renew(self, module: str) -> str | None:
         """Replace a process that has died or is in a group; wait until it has imported a module and can join one; return its error."""
         try:
+            # A process of another rank has ended: with the rest of their group nothing can be written.
             if self._joined or self._process.poll() is not None:
                 self.end()
                 self.start()
@@ -133,11 +134,9 @@ class WriterProcess:
             code = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             return "it answers no more"
-        return (
-            f"it was ended by {signal.Signals(-code).name}"
-            if code < 0
-            else f"it ended with exit code {code}"
-        )
+        if code < 0:
+            return f"it was ended by {signal.Signals(-code).name}"
+        return f"it ended with exit code {code}"
 
     def end(self) -> None:
         """End it, by force when it is at work still or has not been asked for anything yet."""
@@ -173,6 +172,7 @@ def serve(pipe: Connection, parent: int, key: bytes) -> None:
         if request is None:
             os._exit(0)  # no ceremony with the other processes, which may be gone
         pipe.send(_answer(*request))
+        # It refers to shared memory, which is freed when no process has it.
         del request
 
 
@@ -180,6 +180,7 @@ def _answer(action: Callable[..., None], *arguments: Any) -> BaseException | Non
     try:
         action(*arguments)
     except BaseException as error:
+        # Some errors of torch cannot be pickled, or only one way.
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:
