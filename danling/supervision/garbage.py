@@ -34,6 +34,7 @@ class GcPacer(Observer):
         self._was_enabled = self._has_been_active = False
 
     def training_started(self) -> None:
+        # A training contains evaluations, and an evaluation may be called alone.
         self._depth += 1
         if self._depth == 1 and self.disable_automatic:
             self._was_enabled = gc.isenabled()

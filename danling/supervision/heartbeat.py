@@ -48,6 +48,7 @@ class Heartbeat(Observer):
         self._complained = False
         self._stopping = threading.Event()
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        # Here, and not in the thread: a place that cannot be written is an error of the configuration.
         self._write("running")
         self._thread = threading.Thread(target=self._run, name="danling-heartbeat", daemon=True)
         self._thread.start()
@@ -76,6 +77,7 @@ class Heartbeat(Observer):
             return
         self._stopping.set()
         self._thread.join(timeout)
+        # A write that hangs, as on a network disk, would replace this one later.
         if not self._thread.is_alive():
             self._try_write("stopped")
 

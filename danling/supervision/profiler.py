@@ -42,6 +42,7 @@ class Profiler(Observer):
         """Files that were written, in order."""
         cycle = {name: settings.pop(name) for name in ("wait", "warmup", "active")}
         repeat = settings.pop("repeat")
+        # 0 cycles have no end, as in `torch.profiler.schedule`.
         cycles = 1 if repeat is None else repeat
         self._left = cycles * sum(cycle.values()) or None
         if settings["profile_memory"] and runner.device.type == "cuda":
@@ -74,6 +75,7 @@ class Profiler(Observer):
     def _export(self, profile: torch.profiler.profile) -> None:
         name = f"rank-{self._runner.rank:05d}-step-{self._runner.state.train.global_step:012d}.pt.trace.json"
         path = self.directory / name
+        # A trace of many updates takes a while to write, and a viewer may be open on the directory.
         staged = staged_path(path)
         profile.export_chrome_trace(str(staged))
         os.replace(staged, path)

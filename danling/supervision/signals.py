@@ -111,6 +111,7 @@ class SignalWatcher:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
+        # SIGUSR1 only announces the end.
         if self.received not in (signal.SIGTERM, signal.SIGINT):
             self.received = received
 
