@@ -23,6 +23,7 @@ PathLike = str | os.PathLike[str]
 _OWN_NAMES = ("step", "time", "ranks")
 """Entries of a line of metrics.jsonl other than metrics."""
 
+# Bounds of what is read: the file may be one of another person.
 _LONGEST_LINE = 16 << 20
 _LARGEST_FILE = 4 << 30
 _MOST_VALUES = 10_000_000
@@ -78,13 +79,14 @@ class JsonLines:
         if not self._cuts:
             self._added.append(content)
             return
-        lines = 0 if self.mark is None else self.mark.lines
-        self.mark = FileMark(lines + 1, int(str(line["step"])))
+        self.mark = FileMark(_lines_of(self.mark) + 1, int(str(line["step"])))
 
     def begin_training(self) -> None:
         """Cut off what does not belong to the save, and put what this attempt has added behind the rest."""
         if self._cuts:
             return
+        # What was added is at the end of the file, after lines that are cut off: it goes too, and is
+        # written again.
         self.close()
         self._cuts = True
         added, self._added = self._added, []
@@ -105,9 +107,8 @@ class JsonLines:
             try:
                 write_all(self._handle, content)
             except OSError:
-                with suppress(
-                    OSError
-                ):  # the next line must not be joined to the part that was written
+                # The next line must not be joined to the part that was written.
+                with suppress(OSError):
                     os.ftruncate(self._handle, before)
                 raise
         except OSError as error:
@@ -128,13 +129,14 @@ class JsonLines:
 
     def _open(self) -> int:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        if self._cuts and self.file.exists() and self._resume_step is not None:
-            self.mark = _cut_back(self.file, self._resume_step, self._resume_mark)
-        if self._cuts:
-            if self._is_continued and self._resume_step is not None:
+        if self._cuts and self._resume_step is not None:
+            if self.file.exists():
+                self.mark = _cut_back(self.file, self._resume_step, self._resume_mark)
+            if self._is_continued:
                 self._warn_of_lost_lines()
             # What this training has written is never cut.
             self._resume_step = None
+        # No link is followed, and a pipe in its place does not block.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         handle = os.open(self.file, flags, 0o666)
         size = os.fstat(handle).st_size
@@ -144,8 +146,7 @@ class JsonLines:
         return handle
 
     def _warn_of_lost_lines(self) -> None:
-        written = 0 if self._resume_mark is None else self._resume_mark.lines
-        found = 0 if self.mark is None else self.mark.lines
+        written, found = _lines_of(self._resume_mark), _lines_of(self.mark)
         if found < written:
             logger.warning(
                 "%s has %s of the %s lines that were written before the checkpoint of this run: it was cut, changed or not copied. "
@@ -224,17 +225,22 @@ def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
         is_rest = not is_whole
 
 
+def _lines_of(mark: FileMark | None) -> int:
+    return 0 if mark is None else mark.lines
+
+
 def _cut_back(file: Path, resume_step: int, mark: FileMark | None) -> FileMark:
     """Remove the lines that do not belong to a save, and return the mark of the rest."""
-    if mark is not None and not _has_mark(file, mark):
-        mark = None  # the file was edited, or is another one
+    # Without the mark, as after the file was edited, steps decide. A run from scratch keeps none.
+    by_step = mark is None or not _has_mark(file, mark)
+    most = _lines_of(mark)
     kept = FileMark(0, 0)
     with replacing(file) as new:
         for line, step in _steps(file):
-            is_of_save = (
-                resume_step > 0 and step <= resume_step if mark is None else kept.lines < mark.lines
-            )
-            if is_of_save:
+            is_before = kept.lines < most
+            if by_step:
+                is_before = resume_step > 0 and step <= resume_step
+            if is_before:
                 new.write(line)
                 kept = FileMark(kept.lines + 1, step)
     return kept

@@ -59,31 +59,30 @@ class RunLog:
         self.file_handler: logging.FileHandler | None = None
         if file is not None and is_main:
             self.file_handler = self._opened(file)
+            for record in early:
+                self.file_handler.handle(record)
         with _lock:
-            if not _open_logs:
+            # Runs that are open together share one console, or each line would come twice.
+            if _open_logs:
+                self._console: ConsoleHandler = _open_logs[-1]._console
+            else:
                 RunLog._level_before = LOGGER.level
-            console = (
-                _open_logs[-1]._console if _open_logs else ConsoleHandler(None if is_main else rank)
-            )
-            self._console: ConsoleHandler = console
+                self._console = ConsoleHandler(None if is_main else rank)
             self._console.setLevel(level)
-            for handler in (self.file_handler, self._console):
-                if handler is not None:
-                    LOGGER.addHandler(handler)
+            LOGGER.addHandler(self._console)
             # Handlers that the program has given to the root logger are kept quiet on other ranks by the logger itself.
             if LOGGER.level == logging.NOTSET or LOGGER.level > level:
                 LOGGER.setLevel(level)
             _open_logs.append(self)
-        if self.file_handler is not None:
-            for record in early:
-                self.file_handler.handle(record)
 
     def _opened(self, file: str | os.PathLike[str]) -> logging.FileHandler:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(file, encoding="utf-8")
         handler.setLevel(logging.INFO)
         handler.setFormatter(logging.Formatter(_FILE_FORMAT))
+        # A line that no run speaks, such as a warning of a library, is in the files of all.
         handler.addFilter(lambda record: _speaking.get() in (None, self))
+        LOGGER.addHandler(handler)
         return handler
 
     def become_main(self, file: str | os.PathLike[str] | None) -> None:
@@ -91,7 +90,6 @@ class RunLog:
         with _lock:
             if file is not None and self.file_handler is None:
                 self.file_handler = self._opened(file)
-                LOGGER.addHandler(self.file_handler)
             self._console.setLevel(logging.INFO)
             self._console.setFormatter(logging.Formatter(_CONSOLE_FORMAT, datefmt="%H:%M:%S"))
             if LOGGER.level > logging.INFO:
@@ -166,6 +164,7 @@ class ConsoleHandler(logging.Handler):
         )
         if is_shown_by_root or (open_bars and getattr(record, SHOWN_ON_BAR, False)):
             return
+        # As handlers of the standard library do: a terminal that is gone must not end a training.
         try:
             text = self.format(record)
             if record.levelno >= logging.WARNING:
@@ -184,6 +183,7 @@ def beside_bar(stream: TextIO) -> Iterator[TextIO]:
     for bar in bars:
         bar.erase()
     yield stream
+    # The text must be on the terminal before the bar is drawn below it.
     if bars:
         stream.flush()
     for bar in bars:

@@ -16,6 +16,7 @@ logger = logging.getLogger("danling")
 KINDS = ("log_image", "log_histogram", "log_text", "log_table")
 """Methods of a tracker that takes media."""
 
+# The default of `wandb.Histogram`.
 _BINS = 64
 
 
@@ -41,6 +42,7 @@ def pixels_of(image: Any) -> Any:
 
     if isinstance(image, Tensor):
         tensor = image.detach().cpu()
+        # NumPy has no bfloat16.
         tensor = tensor.float() if tensor.is_floating_point() else tensor
         array = (tensor.permute(1, 2, 0) if tensor.ndim == 3 else tensor).numpy()
     else:
@@ -56,12 +58,15 @@ def pixels_of(image: Any) -> Any:
         array = array * 255
     is_floating = numpy.issubdtype(array.dtype, numpy.floating)
     low, high = array.min(), array.max()
-    if not (low >= 0 and high <= (1 if is_floating else 255)):
+    largest = 1 if is_floating else 255
+    # In this form, so that NaN is refused too.
+    if not (low >= 0 and high <= largest):
         raise ValueError(
-            f"Expected values of an image in {'[0, 1]' if is_floating else '[0, 255]'}, since its dtype is {array.dtype}. Received: "
+            f"Expected values of an image in [0, {largest}], since its dtype is {array.dtype}. Received: "
             f"{low:.6g} to {high:.6g}. Scale them, for example by (image - image.min()) / (image.max() - image.min())."
         )
-    array = (array * 255).round() if is_floating else array
+    if is_floating:
+        array = (array * 255).round()
     array = array.astype(numpy.uint8)
     return array.repeat(3, axis=2) if array.shape[2] == 1 else array
 
@@ -70,8 +75,8 @@ def numbers_of(values: Any) -> Any:
     """Return the finite numbers in a tensor, an array or a list, as a NumPy array of float64 of one dimension."""
     import torch
 
-    tensor = values if isinstance(values, torch.Tensor) else torch.as_tensor(values)
-    flat = tensor.detach().cpu().double().reshape(-1)
+    flat = torch.as_tensor(values).detach().cpu().double().reshape(-1)
+    # A histogram has no bin for the others, and NumPy's fails on them.
     return flat[torch.isfinite(flat)].numpy()
 
 

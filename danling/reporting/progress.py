@@ -21,6 +21,7 @@ from .logging import SHOWN_ON_BAR, open_bars
 
 logger = logging.getLogger("danling")
 
+# As often as a person reads a number that changes.
 SECONDS_BETWEEN_DRAWINGS = 0.3
 _NARROWEST_BAR = 10
 
@@ -68,8 +69,7 @@ class Progress:
     def update(self, step: int) -> None:
         """Say that `step` steps of the whole run are done."""
         self.step = step
-        if self.draws_bar:
-            self.draw()
+        self.draw()
 
     def doing(self, what: str) -> None:
         """Show an activity other than steps on the bar, such as `val 12` or `checkpoint`; an empty text when it is over."""
@@ -148,9 +148,7 @@ class Progress:
             return
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
-            counts = f"  {self.step}/{self.total or '?'}"
-            left = self._left()
-            tail = f"{counts}, {left} left |" if left else f"{counts} |"
+            tail = f"  {self.step}/{self.total or '?'}{self._left()} |"
             text = self._description(columns - len(tail) - 1 - _NARROWEST_BAR)
             width = max(columns - _columns(text) - len(tail) - 1, _NARROWEST_BAR)
             done = round(width * min(self.step / self.total, 1.0)) if self.total else 0
@@ -170,12 +168,14 @@ class Progress:
                 self._stream.flush()
 
     def _seconds_a_step(self) -> float:
+        # Of this attempt: steps before a resume took no time of it.
         done = self.step - self.initial
         return (self._clock() - self._started) / done if done > 0 else 0.0
 
     def _left(self) -> str:
-        seconds = self._seconds_a_step() if self.total and self.step < self.total else 0.0
-        return format_duration(seconds * (self.total - self.step)) if self.total and seconds else ""
+        """Return the text of the time that is left, behind the count of steps; empty where it is not known, and at the end."""
+        seconds = self._seconds_a_step() * ((self.total or 0) - self.step)
+        return f", {format_duration(seconds)} left" if seconds > 0 else ""
 
     def _description(self, room: float) -> str:
         """Return the text before the bar, shortened to leave room for it."""
@@ -194,10 +194,9 @@ class Progress:
     def html(self) -> str:
         """Return the bar, for a notebook."""
         count = str(self.step)
-        left = self._left()
         bar = ""
         if self.total:
-            count = f"{self.step}/{self.total}" + (f", {left} left" if left else "")
+            count = f"{self.step}/{self.total}{self._left()}"
             bar = (
                 f'<progress max="{self.total}" value="{self.step}" style="width: 20em"></progress> '
             )

@@ -54,6 +54,7 @@ def lost_times(times: Sequence[Sequence[float]]) -> list[tuple[float, str]]:
 
 def _middles_of_others(values: Sequence[float]) -> list[float]:
     """Return for each value the middle one of the others, the lower of two."""
+    # Without the value itself, the middle of those that are left moves up by one for the lower half.
     order = sorted(range(len(values)), key=lambda index: values[index])
     middle = (len(values) - 2) // 2
     upper = set(order[middle + 1 :])
@@ -88,6 +89,7 @@ class RankTimes:
 
         Sampled times are uncertain: rows that are too few to tell are kept, and later ones add to them.
         """
+        # Empty after a judgement: then these rows are the first ones.
         pending = [list(row) for row in rows]
         if len(self._pending) == len(rows):
             pending = [[old + new for old, new in zip(*pair)] for pair in zip(self._pending, rows)]
@@ -97,6 +99,7 @@ class RankTimes:
         lost, cause, rank = max((*cost, rank) for rank, cost in enumerate(lost_times(pending)))
         seconds = sum(pending[rank][:-1])
         is_slow = lost > max(self._share * seconds, _uncertainty(pending))
+        # Named, or long enough to say that none is: later times are judged by themselves.
         if is_slow or seconds > _JUDGED_SECONDS:
             self._pending = []
         host = self._watch.hosts[rank][0]
@@ -122,6 +125,7 @@ def _uncertainty(rows: Sequence[Sequence[float]]) -> float:
     for row in rows:
         total = sum(row[:-1])
         busy = 1 - row[_WAITING] / total if total else 0.0
+        # A share that comes from n looks has the variance p(1 - p) / n; two of them are compared.
         variances.append(2 * busy * (1 - busy) / max(row[-1], 1.0))
     # The largest of n normal numbers is about sqrt(2 ln n).
     deviations = _CERTAIN + math.sqrt(2 * math.log(len(rows)))

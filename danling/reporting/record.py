@@ -79,18 +79,15 @@ class RunRecorder(Observer):
         model = self._model()  # on all ranks
         if runner.is_main_process and not runner.config.checkpoint.load_only:
             division = self._data.division()
-            optimizer = runner.optimizer
-            scheduler = runner.scheduler
+            optimizer: dict[str, object] | None = None
+            if runner.optimizer is not None:
+                groups = [_options(group) for group in runner.optimizer.param_groups]
+                optimizer = {"kind": _kind(runner.optimizer), "groups": groups}
             record = {
                 "model": model,
                 "criterion": _kind(runner.criterion),
-                "optimizer": {
-                    "kind": _kind(optimizer),
-                    "groups": [_options(group) for group in optimizer.param_groups],
-                }
-                if optimizer is not None
-                else None,
-                "scheduler": _kind(scheduler),
+                "optimizer": optimizer,
+                "scheduler": _kind(runner.scheduler),
                 "data": {
                     split: self._split(split) for split in {**runner.datasets, **runner.dataloaders}
                 },
@@ -123,6 +120,7 @@ class RunRecorder(Observer):
     def _warn_of_changes(self, record: Mapping[str, Any]) -> None:
         """Warn once of parts of a resumed run that its record names otherwise, and that no setting and no checkpoint tells."""
         runner, source = self._runner, self._runner.config.resume
+        # The record of this directory, or else that of the run whose checkpoint is resumed.
         places = [runner.workspace.dir]
         if source and "://" not in source:
             places.insert(0, Path(source).absolute().parent.parent)
@@ -143,6 +141,7 @@ class RunRecorder(Observer):
         size_in_bytes = sum(p.numel() * p.element_size() for _, p in named)
         names = sha256("\n".join(name for name, _ in named).encode()).hexdigest()
         mine = (names, sum(sizes), sum(trained), size_in_bytes)
+        # Copies of the same parameters count once.
         of_ranks = dict.fromkeys(runner.placement.optimizer.gather_objects(mine))
         by_part: Counter[str] = Counter()
         for name, parameter in named:
@@ -175,6 +174,7 @@ class RunRecorder(Observer):
         data: Any = dataset if dataset is not None else getattr(loader, "dataset", loader)
         try:
             samples: int | None = len(data)
+        # An iterable dataset, or a length that torch cannot tell.
         except TypeError:
             samples = None
         shuffle = self._data.settings(split).get("shuffle", split in runner.train_splits)
@@ -207,15 +207,9 @@ def changed_parts(earlier: Mapping[str, Any], record: Mapping[str, Any]) -> list
     chosen = []
     for split, data in record["data"].items():
         of_split = splits.get(split) or {}
-        for name in ("kind", "transform"):
+        for name, shown in (("kind", "dataset"), ("transform", "transform")):
             if name in of_split:
-                pairs.append(
-                    (
-                        f"{'dataset' if name == 'kind' else name} of {split}",
-                        of_split[name],
-                        data[name],
-                    )
-                )
+                pairs.append((f"{shown} of {split}", of_split[name], data[name]))
         pairs.append((f"number of samples of {split}", of_split.get("samples"), data["samples"]))
         was = of_split.get("chosen")
         if was is not None and data["chosen"] is not None and was != data["chosen"]:
@@ -239,6 +233,7 @@ def recorded(directory: Path) -> dict[str, Any]:
 
 def _described(value: object) -> str | None:
     """Return a short text that is the same in every process; `None` where an object has none."""
+    # An address differs at each start, and would read as another transform.
     text = " ".join(repr(value).split())
     is_stable = value is not None and " at 0x" not in text
     return text[:_LONGEST_TEXT] if is_stable else _kind(value)
@@ -263,13 +258,8 @@ def _layer(module: object) -> str:
 
 
 def _kind(value: object) -> str | None:
-    return (
-        None
-        if value is None
-        else type(value).__name__
-        if not hasattr(value, "__qualname__")
-        else value.__qualname__
-    )
+    # A function or a class has a name; of another object, its class has one.
+    return None if value is None else getattr(value, "__qualname__", type(value).__name__)
 
 
 def _options(group: dict[str, Any]) -> dict[str, object]:

@@ -87,6 +87,7 @@ class Reporter(Observer):
 
     def begin_log(self) -> None:
         """Show warnings from here on, and keep them until the log of the run is open."""
+        # The directory of the log is known later, and what is wrong with a configuration is said before.
         self._early = EarlyLog(None if self._owner.is_main_process else self._owner.rank)
         self._closers.callback(self._early.end)
 
@@ -232,20 +233,21 @@ class Reporter(Observer):
         update.read_samples()
         own = ranks.own(self.telemetry.waited_since_report) if ranks is not None else ()
         pace, rows = self.telemetry.report(runner, own)
+        # Only here, since all ranks make the collective of `report`.
         if not runner.is_main_process and self.trackers.recent is None:
             return
         # On an accelerator a window without any weight is noticed only here.
         values = {"loss": float(outcome.loss_sum if self._sums_loss else outcome.loss)}
         for index, rate in enumerate(update.rates):
+            name = "learning_rate" if index == 0 else f"learning_rate.{index}"
             if rate is not None:
-                values["learning_rate" if index == 0 else f"learning_rate.{index}"] = rate
+                values[name] = rate
         if outcome.grad_norm is not None:
             values["grad_norm"] = float(outcome.grad_norm)
         values |= pace
-        named, known = (
-            {f"train/{name}": value for name, value in values.items()},
-            dict[str, float](),
-        )
+        named = {f"train/{name}": value for name, value in values.items()}
+        # For the line on the terminal, which has one number a name: that of all splits together.
+        known: dict[str, float] = {}
         groups: dict[str, Mapping[str, float]] = {
             split: loader.metrics() for split, loader in self._data.update_loaders().items()
         }
@@ -254,21 +256,19 @@ class Reporter(Observer):
         for split, found in groups.items():
             named |= {f"{split}/{name}": value for name, value in found.items()}
             known |= {name: known.get(name, 0) + value for name, value in found.items()}
-        slow = ranks.judge(rows) if ranks is not None and rows else ""
-        beside = {"ranks": ranks.record(rows)} if ranks is not None and rows else None
+        slow, beside = "", None
+        if ranks is not None and rows:
+            slow, beside = ranks.judge(rows), {"ranks": ranks.record(rows)}
         self.trackers.log(named, train.global_step, beside=beside)
         if self.bar is not None:
             known |= values
             self.bar.epoch = _epoch(runner)
             shown = {text: known[name] for name, text in _SHOWN.items() if name in known}
-            speed = (
-                f"{format_count(pace['samples_per_second'])} samples/s"
-                if "samples_per_second" in pace
-                else ""
-            )
-            self.bar.show(
-                train.global_step, shown, speed=speed, note=f"slow: {slow}" if slow else ""
-            )
+            speed = ""
+            if "samples_per_second" in pace:
+                speed = f"{format_count(pace['samples_per_second'])} samples/s"
+            note = f"slow: {slow}" if slow else ""
+            self.bar.show(train.global_step, shown, speed=speed, note=note)
         if self._stream_lines.due():
             self._write_streams(runner)
 
@@ -284,9 +284,7 @@ class Reporter(Observer):
             metrics = "  ".join(
                 f"{split} {format_scores(values)}" for split, values in result.items()
             )
-            logger.info(
-                "%s %d: %s", "step" if runner.is_step_mode else "epoch", runner.index, metrics
-            )
+            logger.info("%s %d: %s", _unit(runner), runner.index, metrics)
             if bar is not None:
                 bar.forget_last()
         # Its own key: `train/loss` is the loss of single updates.
@@ -317,6 +315,15 @@ def _experiment(runner: TorchRunner) -> str:
     return "" if name == TopLevelConfig.experiment else name
 
 
+def _unit(runner: TorchRunner) -> str:
+    """Return in what the run counts: `step` or `epoch`."""
+    return "step" if runner.is_step_mode else "epoch"
+
+
+def _budget(runner: TorchRunner) -> int | None:
+    return runner.steps if runner.is_step_mode else runner.epochs
+
+
 def _epoch(runner: TorchRunner) -> str:
     """Return the text after the name on the bar, such as `epoch 2/5`."""
     if runner.is_step_mode:
@@ -330,14 +337,13 @@ def _epoch(runner: TorchRunner) -> str:
 def describe_training(runner: TorchRunner, division: Division | None) -> list[str]:
     """Describe the training, in lines of at most 100 columns; a path alone may be longer."""
     train, size = runner.state.train, runner.world_size
-    budget = f"step {runner.steps}" if runner.is_step_mode else f"epoch {runner.epochs}"
+    budget = f"{_unit(runner)} {_budget(runner)}"
     processes = f"{size} {runner.device.type} process{'es' if size > 1 else ''}"
     stack = f"{runner.stack}, {runner.config.precision or 'fp32'}"
     head = f"Training from step {train.global_step} (epoch {train.epoch}) to {budget} on {processes} ({stack})"
     parameters = [parameter for _, parameter in runner.named_parameters()]
-    whole, trained = (
-        sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False)
-    )
+    whole = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
     sizes = f"{whole:,} parameters" + (f", {trained:,} trained" if trained != whole else "")
     batch = runner.batch_size
     accumulated = f" x {runner.accum_steps} micro-batches" if runner.accum_steps > 1 else ""
@@ -378,17 +384,16 @@ def describe_end(runner: TorchRunner, reason: str | None) -> list[str]:
         reason: Why the training ended; `None` at the end of its budget.
     """
     directory, checkpoints = runner.workspace.dir, runner.workspace.checkpoints
-    kept: dict[str, Path] = {}
-    for name in ("best", "latest"):
-        for path in (
-            checkpoints / name,
-            checkpoints / f"{name}.pth",
-        ):  # the pointer to a directory, or a file
-            if path.is_file():
-                kept[name] = path
+    # A file without a suffix is the pointer to a directory.
+    places = [
+        (name, checkpoints / f"{name}{suffix}")
+        for name in ("best", "latest")
+        for suffix in ("", ".pth")
+    ]
+    kept = {name: path for name, path in places if path.is_file()}
     lines = []
     if runner.best_index is not None and runner.best_score is not None:
-        board, unit = runner.standing.board, "step" if runner.is_step_mode else "epoch"
+        board, unit = runner.standing.board, _unit(runner)
         score = runner.config.score_name if board is None else f"{board.split}.{board.name}"
         place = f": {_shown(kept['best'])}" if "best" in kept else ""
         lines.append(
@@ -410,16 +415,18 @@ def describe_end(runner: TorchRunner, reason: str | None) -> list[str]:
 
 def _how_to_resume(runner: TorchRunner, latest: Path, reason: str | None) -> str:
     """Return what continues a run, with larger values of the settings that have ended it: its budget, and the patience that is used up."""
-    done = runner.steps if runner.is_step_mode else runner.epochs
+    done = _budget(runner)
     more: dict[str, int] = {}
+    # With the budget that is used up, the command would do nothing.
     if runner.progress >= 1 and done and reason in (None, "patience"):
-        more["steps" if runner.is_step_mode else "epochs"] = 2 * done
+        more[f"{_unit(runner)}s"] = 2 * done
     if reason == "patience":
         more["patience"] = runner.standing.evaluations_since_best + max(
             1, int(runner.config.patience)
         )
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    # Only a program whose configuration has read the command line takes these options.
     given = runner.config.__dict__.get("_command_line")
     if given is None or (spec is None and file is None):  # as in a notebook
         changed = f", {more}" if more else ""
@@ -436,9 +443,8 @@ def _how_to_resume(runner: TorchRunner, latest: Path, reason: str | None) -> str
                 secret in word for word in words for secret in secrets
             )
             shown = ["..."] if is_secret else [hide_secrets(word, listed) for word in words]
-            is_joined = bool(shown) and shown[0].startswith(
-                "-"
-            )  # else it would be read as an option
+            # A value such as `-1` would be read as an option.
+            is_joined = bool(shown) and shown[0].startswith("-")
             command += [f"--{name}={shown[0]}", *shown[1:]] if is_joined else [f"--{name}", *shown]
     command += ["--dir", _shown(runner.workspace.dir), "--auto_resume", "true"]
     return shlex.join(

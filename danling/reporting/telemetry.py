@@ -159,6 +159,7 @@ class Telemetry(Observer):
         """
         domain, counts = runner.placement.optimizer, runner.placement.counts_samples
         now = (self._clock(), self.updates, self.tokens, self.waited, self._aside)
+        # All counts are from the beginning of the training: what a report needs is their growth.
         elapsed, updates, tokens, waited, aside = (
             new - old for new, old in zip(now, self._at_report)
         )
@@ -188,20 +189,22 @@ class Telemetry(Observer):
             figures["data_share"] = min(waited / seconds, 1.0)
         if tokens:
             figures["tokens_per_second"] = tokens / seconds
+        # With evaluations and saves, which take time until the end as well.
         done = train.global_step - self._start_step
         if runner.steps is not None and done > 0:
             figures["eta_seconds"] = (
                 (now[0] - self._start) / done * max(runner.steps - train.global_step, 0)
             )
-        for flops, speed in (
+        # Of what the user gives for tokens and for samples, the first one that is known counts.
+        speeds = (
             (runner.flops_per_token(), tokens / seconds),
-            (runner.flops_per_sample(), samples / seconds if updates else 0.0),
-        ):
-            if flops and speed:
-                figures["model_flops_per_second"] = flops * speed
-                if self._peak:
-                    figures["mfu"] = flops * speed / (self._peak * runner.world_size)
-                break
+            (runner.flops_per_sample(), figures.get("samples_per_second")),
+        )
+        done_flops = next((flops * speed for flops, speed in speeds if flops and speed), None)
+        if done_flops is not None:
+            figures["model_flops_per_second"] = done_flops
+            if self._peak:
+                figures["mfu"] = done_flops / (self._peak * runner.world_size)
         return figures | memory, rows
 
     def summary(self, runner: TorchRunner) -> str:
@@ -241,6 +244,7 @@ class FlopsOfSample(Observer):
         if self.counted is None and samples:
             from torch.utils.flop_counter import FlopCounterMode
 
+            # Entered and left by hand: the forward and backward are between two events.
             self._samples = samples
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
@@ -256,24 +260,27 @@ class FlopsOfSample(Observer):
             self._runner.observers.remove(self)
 
 
-def memory_figures(device: torch.device | None) -> dict[str, float]:
+def memory_figures(device: torch.device) -> dict[str, float]:
     """Return peaks of memory in GiB: `memory_host_gib` of the process, and of an accelerator what was allocated
     and reserved.
 
     The counters are kept on the host: nothing waits for the device.
 
     Args:
-        device: The device of this process; `None` for the process alone.
+        device: The device of this process.
     """
     figures = {}
-    counters = memory_stats(device) if device is not None else {}
-    for kind in ("allocated", "reserved") if counters else ():
-        figures[f"memory_{kind}_gib"] = counters[f"{kind}_bytes.all.peak"] / _GIB
+    counters = memory_stats(device)
+    if counters:
+        figures["memory_allocated_gib"] = counters["allocated_bytes.all.peak"] / _GIB
+        figures["memory_reserved_gib"] = counters["reserved_bytes.all.peak"] / _GIB
     if sys.platform != "win32":
         import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        figures["memory_host_gib"] = (peak if sys.platform == "darwin" else peak * 1024) / _GIB
+        # macOS counts bytes, Linux KiB.
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        figures["memory_host_gib"] = peak / _GIB
     return figures
 
 
@@ -317,19 +324,18 @@ def peak_flops(
         >>> peak_flops("NVIDIA A100-SXM4-80GB MIG 1g.10gb") is None
         True
     """
+    # A slice of a GPU has a part of its peak.
     if " MIG " in device_name or (precision == "bf16" and _NO_BF16.match(device_name)):
         return None
-    for pattern, (half, tensor_float, single) in _PEAKS:
-        if re.fullmatch(pattern, device_name):
-            peak = (
-                half
-                if precision in ("bf16", "fp16")
-                else tensor_float
-                if tf32 and tensor_float
-                else single
-            )
-            return peak * _TERA
-    return None
+    peaks = next((found for name, found in _PEAKS if re.fullmatch(name, device_name)), None)
+    if peaks is None:
+        return None
+    half, tensor_float, peak = peaks
+    if tf32 and tensor_float:
+        peak = tensor_float
+    if precision in ("bf16", "fp16"):
+        peak = half
+    return peak * _TERA
 
 
 def device_peak_flops(device: torch.device, precision: str | None = None) -> float | None:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,13 +121,10 @@ class TrackerSet:
         if self._is_continued:
             step = self._runner.state.train.global_step
             for tracker in self.opened:
-                if isinstance(tracker, JsonlTracker):
+                if isinstance(tracker, (JsonlTracker, TensorBoardTracker)):
                     # The mark is of the run's own file; another one of the user's goes by the step.
-                    tracker.resume_from(
-                        step, mark if tracker.file == self._runner.workspace.jsonl_file else None
-                    )
-                elif isinstance(tracker, TensorBoardTracker):
-                    tracker.resume_from(step)
+                    is_own = getattr(tracker, "file", None) == self._runner.workspace.jsonl_file
+                    tracker.resume_from(step, mark if is_own else None)
             if self._is_training:
                 self.begin_training()
 
@@ -138,6 +136,7 @@ class TrackerSet:
 
     def resume_as_main(self) -> None:
         """Open the trackers on a process that has become the main one, and keep what an earlier one has written."""
+        # What this process noted as another rank is not what the file has.
         self.is_open = False
         self._resumed = None
         self.open()
@@ -202,12 +201,10 @@ class TrackerSet:
                 has_begun=False,
             )
             self.add(tracker)
+        # On all ranks: a hook of the user's may communicate.
         for name in BUILT_IN_TRACKERS:
-            hook = getattr(self._runner, f"init_{name}", None)
-            if hook is None:
-                self.add_built_in(name)
-            else:
-                hook()
+            usual = partial(self.add_built_in, name)
+            (getattr(self._runner, f"init_{name}", None) or usual)()
 
     def _open(self, tracker: Any) -> None:
         if not self._runner.is_main_process:
@@ -228,11 +225,7 @@ class TrackerSet:
             self.recent.append((dict(values), step))
         for tracker in self.opened:
             # A class of the user's that takes the numbers in another way gets these alone.
-            if (
-                beside
-                and isinstance(tracker, JsonlTracker)
-                and type(tracker).log is JsonlTracker.log
-            ):
+            if isinstance(tracker, JsonlTracker) and type(tracker).log is JsonlTracker.log:
                 tracker.log(values, step, beside=beside)
             else:
                 tracker.log(values, step)
@@ -250,6 +243,7 @@ class TrackerSet:
         takers = [tracker for tracker in others if callable(getattr(tracker, kind, None))]
         for tracker in takers:
             getattr(tracker, kind)(name, value, step)
+        # Once for each kind: an image a step would fill the log.
         if kind in self._untaken or (others and len(takers) == len(others)):
             return
         self._untaken.add(kind)
@@ -280,13 +274,12 @@ class TrackerSet:
         if status == self._status:
             return
         self._status = status
-        for tracker in self.opened:
-            tell: Callable[[RunStatus], None] | None = getattr(tracker, "set_status", None)
-            if callable(tell):
-                try:
-                    tell(status)
-                except Exception:
-                    logger.exception("A tracker failed to set the status of the run to %s.", status)
+        tellers = [getattr(tracker, "set_status", None) for tracker in self.opened]
+        for tell in filter(callable, tellers):
+            try:
+                tell(status)
+            except Exception:
+                logger.exception("A tracker failed to set the status of the run to %s.", status)
 
     def set_status_after(self, error: BaseException) -> None:
         """Tell the status of a run that an exception has ended; `SystemExit` gives its code."""
@@ -308,6 +301,7 @@ class TrackerSet:
         self._is_training = True
         try:
             yield
+        # Also SystemExit and KeyboardInterrupt, by which signals end a run.
         except BaseException as error:
             self.set_status_after(error)
             raise
@@ -318,10 +312,12 @@ class TrackerSet:
 
     def close(self) -> None:
         """Close every tracker; one that fails does not keep the others from it. A second call does nothing."""
+        # A tracker that was added and never opened, since nothing was trained, was made by the user.
         given = [
             tracker for tracker in self._added if not _lacks(tracker) and tracker not in self.opened
         ]
         closing, self.opened, self._added = [*self.opened, *given], [], []
+        # A stack closes all of them, and raises the error of one at its end.
         with ExitStack() as stack:
             for tracker in reversed(closing):
                 stack.callback(tracker.close)
@@ -347,17 +343,14 @@ class TensorBoardTracker(TensorBoardMedia):
 
     def __init__(self, runner: BaseRunner) -> None:
         require_package("tensorboard")
-        step, writer = (
-            runner.state.train.global_step,
-            import_module("torch.utils.tensorboard").SummaryWriter,
-        )
-        directory = (
-            runner.workspace.latest_tensorboard_dir() if step else None
-        ) or runner.workspace.tensorboard_dir
+        step, directory = runner.state.train.global_step, runner.workspace.tensorboard_dir
+        if step:
+            directory = runner.workspace.latest_tensorboard_dir() or directory
+        writer = import_module("torch.utils.tensorboard").SummaryWriter
         self._writer: Any = writer(os.fspath(directory), flush_secs=30)
         self._resume_step = step or None
 
-    def resume_from(self, step: int) -> None:
+    def resume_from(self, step: int, mark: FileMark | None = None) -> None:
         """Continue from a save, in the process that has written the points: the next training hides those after it."""
         self._resume_step = step
 
@@ -410,6 +403,7 @@ class WandbTracker(WandbMedia):
         if not self._owned:
             return
         config, settings, name = runner.config, runner.config.wandb, runner.workspace.instance
+        # W&B takes a directory for temporary files where this one is missing.
         directory = Path(settings.dir or runner.workspace.dir)
         directory.mkdir(parents=True, exist_ok=True)
         secrets = secret_values(config.plain(), config.secret_keys or ())
@@ -479,15 +473,17 @@ class MlflowTracker(MlflowMedia):
         """The newest step that an earlier attempt has logged of a metric."""
         self._open = True
         self._status: RunStatus = "running"
-        place, mark = (
-            self._place_of(settings.experiment or runner.config.lineage),
-            _mlflow_name(name),
-        )
-        query, order = f"tags.`{_MLFLOW_TAG}` = '{mark}'", ["attributes.start_time DESC"]
-        find, resumed = self._client.search_runs, runner.state.train.global_step > 0
-        earlier = (
-            find([place], filter_string=query, order_by=order, max_results=1) if resumed else []
-        )
+        place = self._place_of(settings.experiment or runner.config.lineage)
+        mark = _mlflow_name(name)
+        earlier = []
+        if runner.state.train.global_step > 0:
+            # Ids of runs are MLflow's own. Of several that began from scratch, the last one goes on.
+            earlier = self._client.search_runs(
+                [place],
+                filter_string=f"tags.`{_MLFLOW_TAG}` = '{mark}'",
+                order_by=["attributes.start_time DESC"],
+                max_results=1,
+            )
         if earlier:
             self.run_id: str = earlier[0].info.run_id
             self._client.update_run(self.run_id, status="RUNNING")
@@ -528,6 +524,7 @@ class MlflowTracker(MlflowMedia):
         """Send metrics in one request, NaN and infinities as they are. A store that does not answer ends no training: it is logged."""
         from mlflow.entities import Metric
 
+        # MLflow counts milliseconds.
         now = int(time.time() * 1000)
         metrics = [
             Metric(_mlflow_name(name), float(value), now, int(step))
@@ -618,6 +615,7 @@ class TrackioTracker(TrackioMedia):
 
     def flush(self) -> None:
         """Have written now what that thread has not come to."""
+        # trackio has no public call that waits for its thread.
         if self._owned and self.run is not None:
             with self.run._client_lock:
                 self.run._flush_queues_inline()
@@ -628,10 +626,9 @@ class TrackioTracker(TrackioMedia):
             from trackio import context_vars
 
             self.run.finish()
+            # Else the next runner of this process takes it for one that the program has opened.
             if context_vars.current_run.get() is self.run:
-                context_vars.current_run.set(
-                    None
-                )  # it does not count as one that the program has opened
+                context_vars.current_run.set(None)
         self.run = None
 
 
