@@ -36,6 +36,7 @@ _MOMENT_SECONDS = 0.25
 """How long the lock of a process that only asks whether it is taken may be in the way."""
 
 _CONFIG = Path("metadata", "config.full.yaml")
+# `latest.pth`, its checksums, and those that wait while it is replaced; or the pointer `latest`.
 _CHECKPOINT = re.compile(r"(latest|best|model|ckpt-(e\d+|s\d+))(\.pth(\.sha256(\.next)?)?)?")
 _NUMBERED = re.compile(r"(.+)-([1-9]\d*)")
 _NUMBER = re.compile(r"-[1-9]\d{0,5}\Z")
@@ -76,9 +77,7 @@ class RunDirectory:
         self._replicas = replicas
         self._elsewhere = elsewhere
         self._reruns = reruns
-        self._family = absolute(config.workspace_root) / (
-            f"{config.lineage}-{code_id}" if code_id else config.lineage
-        )
+        self._family = absolute(config.workspace_root) / family_of(config.lineage, code_id)
         named = config.get("checkpoint_dir", None)
         self._checkpoint_dir = absolute(named) if named else None
         limit = config.comm.init_timeout_seconds
@@ -98,9 +97,8 @@ class RunDirectory:
 
     @property
     def _only_looks(self) -> bool:
-        return bool(
-            self._config.checkpoint.load_only
-        )  # which `__init__` of a runner may set after the choice
+        # Read each time: the `__init__` of a runner may set it after the choice.
+        return bool(self._config.checkpoint.load_only)
 
     def _choose(self) -> None:
         named = self._config.get("dir", None)
@@ -115,8 +113,11 @@ class RunDirectory:
             elif not self._only_looks:
                 self._refuse_run()
         elif resume is not None and not self._names_checkpoint():
+            # The run goes on in the directory of the checkpoint if that is of this run; from one of
+            # another run, or from a copy, it begins in its own directory.
             source = run_of(Path(resume), self._group_dir)
-            run = source if source is not None and self._id_in(source) is not None else None
+            if source is not None and self._id_in(source) is not None:
+                run = source
         elif self._config.auto_resume or self._only_looks or resume is not None:
             run = self._newest_run()
         if run is not None:
@@ -138,6 +139,7 @@ class RunDirectory:
             return bool(self._config.auto_resume)
         if self._names_checkpoint():
             return True
+        # Links are followed, so that a run is found by each of its paths.
         source = Path(os.path.realpath(resume))
         places = (directory.resolve(), self._checkpoints_of(directory).resolve())
         return any(place in (source, *source.parents) for place in places)
@@ -158,6 +160,7 @@ class RunDirectory:
             self._family / member(self.id, number) for number in numbers(self._family, self.id)
         ]
         with_run = [run for run in existing if self._holds_run(run) or is_in_use(run)]
+        # A copy in an object store counts like a directory.
         stored = max(self._elsewhere(), default=0)
         if stored > max((number_of(run.name, self.id) or 0 for run in with_run), default=0):
             run = self._family / member(self.id, stored)  # the machine with its directory was lost
@@ -167,6 +170,7 @@ class RunDirectory:
             self._refuse_other_update_sizes()
             if not existing:
                 return None
+            # Made by an attempt that never trained.
             run = existing[-1]
         if len(existing) > 1 or run not in existing:
             self.notice = f"Resuming in {run}, the newest run with this id."
@@ -176,6 +180,7 @@ class RunDirectory:
         """Make a directory for a new run, or take over the newest one where that holds no run; become its writer."""
         self._refuse_checkpoints()
         stored = self._elsewhere()
+        # Other starts of the same configuration may take a directory meanwhile: then the next number.
         while True:
             taken = numbers(self._family, self.id)
             number = taken[-1] if taken else 0
@@ -242,14 +247,7 @@ class RunDirectory:
                 self._wait_for_background_writers()
                 if self.from_scratch:
                     self._refuse_run()  # the process that was waited for may have written one
-            checkpoints = self._checkpoint_dir
-            # Each replica group locks the checkpoint directory later, when it writes the full checkpoints.
-            if (
-                checkpoints is not None
-                and self._group_dir is None
-                and self.dir not in (checkpoints, *checkpoints.parents)
-            ):
-                self._lock(checkpoints)
+            self._lock_checkpoints()
         if not self.from_scratch:
             self.id = self._id_in(self.dir) or self._asked_id
         return self.id
@@ -260,8 +258,15 @@ class RunDirectory:
             return
         self._lock(self._own_dir)
         self._wait_for_background_writers()
+        self._lock_checkpoints()
+
+    def _lock_checkpoints(self) -> None:
+        """Become the writer of a directory of checkpoints that is not below that of the run."""
         checkpoints = self._checkpoint_dir
-        if checkpoints is not None and self.dir not in (checkpoints, *checkpoints.parents):
+        # Each replica group locks it later, when it writes the full checkpoints.
+        if checkpoints is None or self._group_dir is not None:
+            return
+        if self.dir not in (checkpoints, *checkpoints.parents):
             self._lock(checkpoints)
 
     def enter_to_train(self, *, resumed: bool) -> None:
@@ -277,12 +282,10 @@ class RunDirectory:
 
     def _wait_for_background_writers(self) -> None:
         """Wait until a killed run has written what it had left to write. Replica groups of one job share the directory."""
+        if self._group_dir is not None:
+            return
         checkpoints = self._checkpoints_of(self.dir)
-        writing = (
-            name
-            for name in _names(checkpoints)
-            if name.startswith(WRITING) and self._group_dir is None
-        )
+        writing = (name for name in _names(checkpoints) if name.startswith(WRITING))
         for name in sorted(writing):
             lock = FileLock(checkpoints / name)
             if not lock.wait(self._wait_seconds):
@@ -294,6 +297,7 @@ class RunDirectory:
 
     def make(self, directory: Path) -> bool:
         """Make a directory and those above it; return whether this call has made it."""
+        # What this call makes and nothing is written to, `release` removes again.
         missing = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
         made = False
         with _file_in_the_way(directory):
@@ -311,15 +315,12 @@ class RunDirectory:
         lock = FileLock(directory / LOCK)
         if not lock.wait(self._wait_seconds):
             is_mine = lock.holder.pid == os.getpid()
+            own = ", which is this process: close the runner that has it first" if is_mine else ""
+            # In a notebook, a cell that is run again makes a new runner while the old one still exists.
             if not (is_mine and self._reruns and lock.take_over()):
                 raise RunInUseError(
-                    f"Expected {directory} to be free. Received: a directory that is in use by {lock.holder}"
-                    + (
-                        ", which is this process: close the runner that has it first."
-                        if is_mine
-                        else "."
-                    )
-                    + " Wait until it has ended, name another `dir`, or set checkpoint.load_only=true to look only."
+                    f"Expected {directory} to be free. Received: a directory that is in use by {lock.holder}{own}. "
+                    "Wait until it has ended, name another `dir`, or set checkpoint.load_only=true to look only."
                 )
             logger.info(
                 "This runner writes into %s from now on; an earlier one of this notebook does not.",
@@ -375,6 +376,7 @@ class RunDirectory:
 
     def _description(self) -> tuple[int, int] | None:
         """Return what tells whether a start has written its configuration since."""
+        # The file is replaced at each start, so that it has another inode.
         with contextlib.suppress(OSError):
             about = os.stat(self._own_dir / _CONFIG)
             return about.st_ino, about.st_mtime_ns
@@ -467,32 +469,33 @@ class RunDirectory:
 
         settings = self._config.plain()
         own = identity.update_sizes(settings, 1).get("dataloader")
-        for name in sorted(_names(self._family)) if own is not None else ():
+        if own is None:
+            return
+        for name in sorted(_names(self._family)):
             run, id = self._family / name, _NUMBER.sub("", name)
             try:
                 stored = parse_yaml(read_text(run / "metadata" / "config.canonical.yaml"))
             except (OSError, ValueError, yaml.YAMLError):
                 continue
-            made = (
-                identity.update_sizes(stored, 1).get("dataloader")
-                if isinstance(stored, dict)
-                else None
-            )
-            if (
-                own is None
-                or made is None
-                or made.samples % own.samples
-                or _code_of(id) != self._code_id
-            ):
+            if not isinstance(stored, dict) or _code_of(id) != self._code_id:
                 continue
+            made = identity.update_sizes(stored, 1).get("dataloader")
+            if made is None or made.samples % own.samples:
+                continue
+            # The id that this configuration has on as many ranks as made that run.
             then = identity.canonical(settings, replicas=made.samples // own.samples)
-            differences = self._differences(run) if id[-_DIGITS:] == identity.digest(then) else None
-            if differences:
+            is_same = id[-_DIGITS:] == identity.digest(then)
+            if is_same and (differences := self._differences(run)):
                 raise CheckpointMismatch(
                     f"Expected auto_resume to continue with updates of the same size. Received: {'; '.join(differences)}; the run in {run} "
                     "has the same settings. Start as many processes as then, or keep the product by another batch_size or accum_steps; "
                     "dataloader.global_batch_size keeps it at any number. For a new run, start once without auto_resume."
                 )
+
+
+def family_of(lineage: str, code_id: str | None) -> str:
+    """Return the name of the directory of the runs of a lineage: with the id of the code, where there is git."""
+    return f"{lineage}-{code_id}" if code_id else lineage
 
 
 def member(id: str, number: int) -> str:
@@ -502,9 +505,14 @@ def member(id: str, number: int) -> str:
 
 def number_of(name: str, id: str) -> int | None:
     """Return which run of an id a directory of that name holds; `None` when it holds none of it."""
+    if name == id:
+        return 1
     found = _NUMBERED.fullmatch(name)
-    number = 1 if name == id else int(found[2]) if found and found[1] == id else 0
-    return number if number and name == member(id, number) else None
+    if found is None or found[1] != id:
+        return None
+    # Not `id-1`, which is no name of a run, nor digits of another script.
+    number = int(found[2])
+    return number if name == member(id, number) else None
 
 
 def numbers(family: Path, id: str) -> list[int]:
@@ -537,6 +545,7 @@ def holds_metrics(run: Path) -> bool:
 
 def has_line(file: Path) -> bool:
     """Whether a file has a whole line, or cannot be read: it may be another program's."""
+    # A line of metrics is shorter than this by far.
     try:
         with open_file(file) as lines:
             return b"\n" in lines.read(1 << 16)
@@ -612,9 +621,9 @@ def _group_dirs(run: Path) -> Iterator[Path]:
 def _names(directory: Path) -> set[str]:
     try:
         return set(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        # Nothing is there, or a link that leads to itself. A directory that may not be read is an
+        # error: it would look as if it held no run.
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return set()
         raise

@@ -24,6 +24,7 @@ PathLike = str | os.PathLike[str]
 Curve = tuple[list[float], list[float]]
 """Positions (steps or seconds) and values of one metric, in the order they were written; equally long."""
 
+# A directory with one of these is that of a run, also of one that was killed early.
 _SIGNS = ("metrics.jsonl", "results.json", "metadata/config.full.yaml")
 _PATHS = frozenset({"workspace_root", "dir", "checkpoint_dir", "log_file", "resume", "auto_resume"})
 
@@ -51,18 +52,15 @@ class StreamSide:
             side, end = record["side"], record["end"]
             if side not in ("producer", "trainer"):
                 raise ValueError(f"side {side!r}")
-            counts = (
-                int(record["published"]),
-                int(record["trained"]),
-                float(record["waited_seconds"]),
-            )
             return cls(
-                run,
-                str(record["stream"]),
-                side,
-                *counts,
-                None if end is None else str(end),
-                written,
+                run=run,
+                stream=str(record["stream"]),
+                side=side,
+                published=int(record["published"]),
+                trained=int(record["trained"]),
+                waited_seconds=float(record["waited_seconds"]),
+                end=None if end is None else str(end),
+                written=written,
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(
@@ -182,13 +180,14 @@ class Run:
             if figures.get(name.removeprefix(f"{split}.")) == score and split != "train"
         ]
         split = str(chosen) if chosen else next(iter(found), None)
-        return (
-            f"{split}/{name.removeprefix(f'{split}.')}" if split else (name if self.best else None)
-        )
+        if not split:
+            return name if self.best else None
+        return f"{split}/{name.removeprefix(f'{split}.')}"
 
     @property
     def latest_score(self) -> float | None:
         """The metric of `score_name` in the last evaluation."""
+        # The last evaluation may have had other splits than the best one.
         split, _, name = (self.score_name or "").partition("/")
         value = self.latest.get("result", {}).get(split, {}).get(name)
         return None if value is None else float(value)
@@ -220,6 +219,7 @@ class Run:
         if by not in ("step", "time"):
             raise ValueError(f"Expected by to be 'step' or 'time'. Received: by={by!r}.")
         places = [(r[by], r.get(figure)) for r in self.records if _is_number(r.get(by))]
+        # Time is counted from the first line of the run, steps as they are.
         start = places[0][0] if by == "time" and places else 0
         points = [(float(x - start), float(y)) for x, y in places if _is_number(y)]
         return [x for x, _ in points], [y for _, y in points]
@@ -325,11 +325,10 @@ def labels(runs: Sequence[Run]) -> list[str]:
         ", ".join(f"{key}={value}" for key, value in zip(differences, row))
         for row in zip(*differences.values())
     ]
-    return (
-        names
-        if len(differences) <= 2 and len(set(names)) == len(runs)
-        else [run.name for run in runs]
-    )
+    # Three settings fill a legend, and some combinations are in several runs.
+    if len(differences) > 2 or len(set(names)) < len(runs):
+        return [run.name for run in runs]
+    return names
 
 
 def _seeds(run: Run) -> dict[str, object]:
@@ -353,16 +352,8 @@ def _parse_yaml(text: str) -> dict[str, Any]:
 
 def _parse_record(text: str) -> dict[str, Any]:
     record = _mapping(parse_json(text))
-    kinds = {
-        "model": dict,
-        "data": dict,
-        "update": dict,
-        "layout": dict,
-        "environment": dict,
-        "checkpoints": dict,
-    }
-    for name, kind in kinds.items():
-        if not isinstance(record.get(name), kind):
+    for name in ("model", "data", "update", "layout", "environment", "checkpoints"):
+        if not isinstance(record.get(name), dict):
             raise ValueError(f"Expected a record with a section {name!r}.")
     return record
 

@@ -22,7 +22,7 @@ from danling.utils.plain import json_text, to_plain, yaml_text
 from danling.utils.process import in_notebook
 from danling.utils.secrets import redact_patch, secret_values, without_secrets
 
-from .run_directory import RunDirectory, absolute, make_directory, number_of
+from .run_directory import RunDirectory, absolute, family_of, make_directory, number_of
 
 if TYPE_CHECKING:
     from danling.config import RunnerConfig
@@ -41,6 +41,7 @@ _YOUNG_SECONDS = 60.0
 _SHORT = 7
 _NAMED_UNTRACKED = 100
 _GIT_TIMEOUT_SECONDS = 60.0
+# The names of untracked files are only noted: a start does not wait long for a large tree of them.
 _LISTING_TIMEOUT_SECONDS = 5.0
 # Every option that a user's git configuration could change is fixed: the same tree must give the same bytes everywhere.
 _DIFF = (
@@ -124,6 +125,7 @@ class CodeIdentity:
             return cls()
         sha, branch = head.decode().split()
         diff = _git(where, *_DIFF)
+        # Without the diff, the commit would name code that was not run.
         if diff is None:
             return cls()
         return cls(sha, None if branch == "HEAD" else branch, diff, _untracked(where))
@@ -158,6 +160,7 @@ class CodeIdentity:
 
 
 def _untracked(directory: Path) -> tuple[str, ...]:
+    # Of the whole repository (`:/`), a directory without tracked files as one name, ended by zeros.
     listing = (
         "ls-files",
         "--others",
@@ -191,6 +194,7 @@ def _git(directory: Path, *arguments: str, timeout: float = _GIT_TIMEOUT_SECONDS
     return done.stdout
 
 
+# A link in the place of one of these would have a run write and remove files somewhere else.
 _OWN_DIRECTORIES = ("metadata", "logs", "tensorboard", "profiles", "heartbeats", "hangs")
 """Directories in that of a run, into which it writes."""
 
@@ -294,6 +298,7 @@ class Workspace:
             self.metadata_dir / "git.yaml",
             yaml_text({**code.describe(), "lines_left_out": left_out}),
         )
+        # Where an earlier attempt has written one, it is not of this code.
         patch = self.metadata_dir / "git.diff"
         if config.git_diff and code.sha is not None:
             write_atomically(patch, text)
@@ -334,6 +339,7 @@ class Workspace:
                 path.unlink(missing_ok=True)
                 continue
             text = json_text(to_plain(content)).encode()
+            # Its time tells readers when there was something new.
             if not _holds(path, text):
                 write_atomically(path, text)
 
@@ -341,10 +347,9 @@ class Workspace:
         """Write `streams.json` on the main process. It is for people who look: a file that cannot be written is no error."""
         if not self.is_main:
             return
+        text = json_text({name: dict(found) for name, found in streams.items()})
         try:
-            write_atomically(
-                self.streams_file, json_text({name: dict(found) for name, found in streams.items()})
-            )
+            write_atomically(self.streams_file, text)
         except OSError as error:
             text = clause(error)
             logger.warning("How far the streams of this run are could not be written: %s.", text)
@@ -393,12 +398,12 @@ class RunLocation:
         self.code = CodeIdentity()
         self.code_id: str | None
         self._joined = joined
-        if self._joined is not None:
+        if joined is not None:
             # The run is under way: this rank is told where, and writes nothing.
             self.notice: str | None = None
-            self.code_id, self.config_id, self.timestamp = self._joined.names
-            self.id = self._joined.id
-            self.dir = Path(self._joined.dir)
+            self.code_id, self.config_id, self.timestamp = joined.names
+            self.id = joined.id
+            self.dir = Path(joined.dir)
             self._chosen_for = self._places()
             return
 
@@ -431,6 +436,7 @@ class RunLocation:
         return chosen.dir, chosen.id, chosen.notice
 
     def _numbers_in_store(self) -> list[int]:
+        # A directory whose machine was lost is known by its copy only.
         names = self.stores.runs(self.family, self.id) if self.stores is not None else ()
         return sorted(number for name in names if (number := number_of(name, self.id)) is not None)
 
@@ -442,15 +448,13 @@ class RunLocation:
         )
 
     def _places(self) -> tuple[object, ...]:
+        """Return the settings by which the directory is chosen, to see whether they have changed."""
         config = self._runner.config
-        named = (
+        return (
             config.get("dir", None),
             config.get("checkpoint_dir", None),
             config.workspace_root,
             config.lineage,
-        )
-        return (
-            *named,
             config.resume,
             config.auto_resume,
             config.checkpoint.dir_name,
@@ -490,6 +494,7 @@ class RunLocation:
         """Write what the run was made of, unless this process only looks at the run."""
         config = self._runner.config
         described = workspace.metadata_dir / "config.full.yaml"
+        # A process that only looks describes a run that lacks a description, and no other one.
         if config.checkpoint.load_only and (
             foreign() or self._runner.world.on_first(described.is_file)
         ):
@@ -518,9 +523,8 @@ class RunLocation:
 
     @property
     def family(self) -> str:
-        """Name of the directory of the runs of this lineage: the lineage, with the id of the code where there is git."""
-        lineage = self._runner.config.lineage
-        return f"{lineage}-{self.code_id}" if self.code_id else lineage
+        """Name of the directory of the runs of this lineage."""
+        return family_of(self._runner.config.lineage, self.code_id)
 
     def enter_to_train(self, *, resumed: bool) -> None:
         """Become the writer of a directory that was entered to look only, since training begins."""
@@ -549,17 +553,11 @@ def litter_in_run(run: Path) -> list[Path]:
     """Return the unfinished small files that killed processes have left in a run directory, sorted; its checkpoints are not looked at."""
     found = []
     # What a link leads to is the user's.
-    directories = [
-        run,
-        *(run / name for name in ("metadata", "heartbeats", "profiles", "compiled")),
-    ]
-    for directory in (path for path in directories if path == run or not os.path.islink(path)):
+    below = [run / name for name in ("metadata", "heartbeats", "profiles", "compiled")]
+    for directory in (run, *(path for path in below if not os.path.islink(path))):
         with contextlib.suppress(OSError), os.scandir(directory) as entries:
-            found += [
-                Path(e.path)
-                for e in entries
-                if is_unfinished(e.name) and e.is_file(follow_symlinks=False)
-            ]
+            files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+            found += [Path(file.path) for file in files if is_unfinished(file.name)]
     return sorted(found)
 
 
