@@ -1096,7 +1096,7 @@ class BaseRunner(metaclass=MetaRunner):
                 # A payload is not a checkpoint on disk that later saves could continue.
                 self.checkpoint_manager.begin(source)
                 if self.checkpoint_manager.checkpoints.resumed is None:
-                    # Of another run: its lines of metrics are in a file of its own.
+                    # Of another run, whose lines of metrics are in another file.
                     self._parts.reporter.trackers.resume_from(None)
             where = f"step {self.state.train.global_step}, epoch {self.state.train.epoch}"
             logger.info("Resumed from %s at %s.", "a payload" if source is None else source, where)

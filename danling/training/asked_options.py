@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from danling.checkpoints.errors import CheckpointMismatch
 from danling.optim.schedule_state import (
     OtherSchedule,
     is_plain,
@@ -170,12 +171,18 @@ class RefusedSchedule(Observer):
 
     def update_started(self) -> None:
         if self._runner.scheduler is self._schedule:
-            raise self._error
+            self._refuse()
         self._runner.observers.remove(self)
 
     def save_started(self) -> None:
         if self._runner.scheduler is self._schedule:
-            raise self._error
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise CheckpointMismatch(
+            f"{self._error} In the training of the checkpoint a hook has replaced the schedule, and in this one none has: on_pass_start is "
+            "not called for the rest of a pass."
+        ) from self._error
 
 
 def _text(value: object) -> str:

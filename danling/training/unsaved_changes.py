@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +15,7 @@ from torch.optim import Optimizer
 
 from danling.optim import JointOptimizer
 from danling.optim.state import inner_optimizers
-from danling.utils.encoding import is_of_numpy
+from danling.utils.encoding import is_of_numpy, without_numpy
 from danling.utils.messages import listed
 from danling.utils.observers import Observer
 from danling.utils.tensors import local_part
@@ -30,12 +33,19 @@ logger = logging.getLogger("danling")
 
 _NUMBERS = (type(None), bool, int, float, complex, str)
 _STATE_METHODS = ("get_extra_state", "state_dict", "_save_to_state_dict")
+_CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, Counter)
+_OF_OPTIMIZER = ("defaults", "param_groups", "state")
+_LARGEST = 10_000
+"""Most items of a container, or bytes of an array, that are compared."""
 _LOOKS = 8
 """Updates of a training after each of which the numbers that it has made are looked at."""
 
 
 class UnsavedChanges(Observer):
     """Warns once, at a save, of numbers and text that modules or the optimizer have changed, and of state of an optimizer within it.
+
+    So are lists, dictionaries and arrays of numbers that the program begins with, if they change after the first update: else they may
+    be filled once. A list of so many whole numbers may have sizes, and is left out.
 
     Left out are names that begin with an underscore, flags of an optimizer, what `on_pass_start` has set, which is saved, and components
     whose class overrides `get_extra_state` or `state_dict`.
@@ -81,7 +91,10 @@ class UnsavedChanges(Observer):
         """Look at the numbers that training has made, and return all."""
         values = self._values()
         for name, value in values.items():
-            if self._before.get(name) is None and value is not None:
+            if isinstance(value, _Contents):
+                # One that training makes may be a cache.
+                self._last.setdefault(name, value)
+            elif self._before.get(name) is None and value is not None:
                 self._made.setdefault(name, value)
                 last = self._last.get(name)
                 if isinstance(value, int) and isinstance(last, int) and value < last:
@@ -116,7 +129,10 @@ class UnsavedChanges(Observer):
         changed = [
             name
             for name, value in self._before.items()
-            if value is not None and name in values and not _is_same(value, values[name])
+            if value is not None
+            and name in values
+            and not _is_same(value, values[name])
+            and not _may_be_filled_once(self._last.get(name), values[name])
         ]
         changed += [
             name
@@ -154,6 +170,11 @@ class UnsavedChanges(Observer):
         components: list[tuple[str, Any, type[Any]]] = [
             (path, module, nn.Module) for path, module in modules_of(self._runner)
         ]
+        criterion = self._runner.criterion
+        if hasattr(criterion, "__dict__") and not isinstance(
+            criterion, (nn.Module, type, FunctionType, partial)
+        ):
+            components.append(("criterion", criterion, object))
         components += [
             ("optimizer", optimizer, Optimizer) for optimizer in _members(self._runner.optimizer)
         ]
@@ -171,11 +192,48 @@ class UnsavedChanges(Observer):
             for name, value in vars(component).items():
                 if is_of_numpy(value) and not value.shape:
                     value = value.item()
-                if type(value) not in _NUMBERS or isinstance(value, left_out):
+                if type(value) in _CONTAINERS or is_of_numpy(value):
+                    if name in _OF_OPTIMIZER or (value := _contents(value)) is None:
+                        continue
+                elif type(value) not in _NUMBERS or isinstance(value, left_out):
                     continue
                 if not name.startswith("_") and name != "training":
                     values[f"{path}.{name}"] = value
         return values
+
+
+class _Contents(str):
+    """The numbers in a list, a dictionary or an array, as a text."""
+
+    sizes: int | None = None
+    """How many whole numbers a list has, if it has nothing else."""
+
+
+def _contents(value: Any) -> _Contents | None:
+    """Return what a container has; `None` where that is not numbers and text alone, or is large."""
+    if is_of_numpy(value):
+        small = value.nbytes <= _LARGEST and value.dtype.kind in "biufc"
+        return _Contents(f"{value.shape} {value.tobytes().hex()}") if small else None
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    if len(items) > _LARGEST or not all(
+        type(item) in _NUMBERS or _is_scalar(item) for item in items
+    ):
+        return None
+    text = _Contents(without_numpy(list(value.items() if isinstance(value, dict) else value)))
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        text.sizes = len(value)
+    return text
+
+
+def _is_scalar(value: Any) -> bool:
+    return is_of_numpy(value) and not value.shape
+
+
+def _may_be_filled_once(first: object, now: object) -> bool:
+    """Whether a container has only the contents that the first update has given it, or so many sizes."""
+    if not isinstance(now, _Contents) or not isinstance(first, _Contents):
+        return isinstance(now, _Contents)
+    return first == now or (first.sizes is not None and first.sizes == now.sizes)
 
 
 class _FirstUpdates(Observer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,52 @@ class Made(Annealed):
             self.warm = None
         own = self.count * self.factor + float(self.weighted) + (self.warm or 0)
         return super().forward(input) / own
+
+
+class Contained(Annealed):
+    """Keeps numbers in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window: deque[float] = deque(maxlen=3)
+        self.history: list[float] = []
+        self.counts = {"calls": 0}
+        self.shift = numpy.zeros(1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.window.append(input.mean().item())
+        self.history.append(self.window[-1])
+        self.counts["calls"] += 1
+        self.shift += 0.01
+        own = sum(self.window) + sum(self.history) + self.counts["calls"] + float(self.shift[0])
+        return super().forward(input) / own
+
+
+class Cached(Annealed):
+    """Its containers come again by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.scales: dict[str, float] = {}
+        self.features: list[Any] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.sizes = [*input.shape, int(input.sum() * 7) % 5]
+        self.scales["width"] = 2**0.5
+        self.features = [input.detach()]
+        return super().forward(input) / self.scales["width"]
+
+
+class Plain:
+    """A criterion that is no module."""
+
+    scale: float | None = None
+
+    def __call__(self, pred: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(pred, target)
+        self.scale = loss.item() if self.scale is None else 0.9 * self.scale
+        return loss / self.scale
 
 
 class Normed(Annealed):
@@ -188,6 +235,15 @@ CASES: dict[str, tuple[Any, Any, Any, str, tuple[str, ...]]] = {
         "",
         ("model.count", "model.factor", "model.weighted", "model.warm"),
     ),
+    "containers": (
+        Contained,
+        nn.MSELoss,
+        torch.optim.SGD,
+        "",
+        ("model.window", "model.history", "model.counts", "model.shift"),
+    ),
+    "caches": (Cached, nn.MSELoss, torch.optim.SGD, "", ()),
+    "criterion without a module": (Annealed, Plain, torch.optim.SGD, "", ("criterion.scale",)),
     "made once": (Normed, nn.MSELoss, torch.optim.SGD, "", ("model.scale=",)),
     "sizes": (Sized, nn.MSELoss, torch.optim.SGD, "", ()),
     "extra state": (Declared, nn.MSELoss, torch.optim.SGD, "train_step", ()),
