@@ -40,14 +40,17 @@ def check_sections(config: RunnerConfig) -> None:
         for name, own in config.dataloader.items()
         if isinstance(own, Mapping)
     }
-    for place, section in sections.items():
-        batch, samples = section.get("batch_size", None), section.get("global_batch_size", None)
-        if batch is not None and samples is not None:
-            raise ValueError(
-                f"Expected dataloader.batch_size (samples of a batch on each rank) or dataloader.global_batch_size (samples of an update "
-                f"over all ranks), not both. Received: batch_size={batch!r}, global_batch_size={samples!r} in {place}. Set one of them to "
-                "none."
-            )
+    sizes = {
+        place: (section.get("batch_size", None), section.get("global_batch_size", None))
+        for place, section in sections.items()
+    }
+    twice = [place for place, both in sizes.items() if None not in both]
+    if twice:
+        batch, samples = sizes[twice[0]]
+        raise ValueError(
+            f"Expected dataloader.batch_size (samples of a batch on each rank) or dataloader.global_batch_size (samples of an update over "
+            f"all ranks), not both. Received: batch_size={batch!r}, global_batch_size={samples!r} in {twice[0]}. Set one of them to none."
+        )
     _check_canonical(config)
     read_memory_policy(config.compile.memory_policy)
     remote, ft = config.checkpoint.remote, config.ft
@@ -94,12 +97,13 @@ def _check_canonical(config: RunnerConfig) -> None:
             "Unset it: its bits depend on where tensors are cut",
         ),
     ]
-    for is_wrong, received, fix in wrong:
-        if is_wrong:
-            raise ValueError(
-                f"Expected settings with one order of addition at any number of processes, as gradient_sum='canonical' requires. Received: "
-                f"{received}. {fix}, or set gradient_sum='fast'."
-            )
+    found = [(received, fix) for is_wrong, received, fix in wrong if is_wrong]
+    if found:
+        received, fix = found[0]
+        raise ValueError(
+            f"Expected settings with one order of addition at any number of processes, as gradient_sum='canonical' requires. Received: "
+            f"{received}. {fix}, or set gradient_sum='fast'."
+        )
 
 
 def read_memory_policy(policy: str | None) -> tuple[str, float]:

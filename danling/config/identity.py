@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from danling.utils.plain import flatten
@@ -269,7 +269,7 @@ def update_sizes(settings: Mapping[str, Any], replicas: int) -> dict[str, Update
     if not isinstance(common, Mapping):
         return {}
     accum_steps = settings.get("accum_steps", 1)
-    own = {f"dataloader.{name}": section for name, section in train_sections(settings)}
+    own = {f"dataloader.{name}": section for name, section in _train_sections(settings).items()}
     found = {
         place: _size_of(section, place, accum_steps, replicas) for place, section in own.items()
     }
@@ -284,13 +284,17 @@ def update_sizes(settings: Mapping[str, Any], replicas: int) -> dict[str, Update
     return sizes
 
 
-def train_sections(settings: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield name and settings of the sections under `dataloader` of splits that are trained on."""
+def _train_sections(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the sections under `dataloader` of splits that are trained on, by name."""
+    sections = {
+        name: section
+        for name, section in settings["dataloader"].items()
+        if isinstance(section, Mapping)
+    }
     named = settings.get("train_splits")
-    for name, section in settings["dataloader"].items():
-        trained = name in named if named is not None else name.startswith("train")
-        if isinstance(section, Mapping) and trained:
-            yield name, section
+    if named is None:
+        named = [name for name in sections if name.startswith("train")]
+    return {name: section for name, section in sections.items() if name in named}
 
 
 def _size_of(
@@ -317,7 +321,7 @@ def with_update_sizes(settings: Mapping[str, object], replicas: int) -> dict[str
     if not isinstance(loading, Mapping):
         return dict(settings)
     kept = {name: value for name, value in settings.items() if name != "accum_steps" or not sizes}
-    trained = dict(train_sections(settings))
+    trained = _train_sections(settings)
     if settings.get("gradient_sum") == "canonical":
         held = [section.get("micro_batch_size") for section in (loading, *trained.values())]
         kept["gradient_sum"] = (

@@ -131,12 +131,14 @@ class SettingsLock:
                 "another runner with it."
             )
         # By value: a list that is changed in place calls no method of its section.
-        for key, (value, before) in self._constructed.items():
-            if to_plain(value) != before:
-                raise ValueError(
-                    f"Expected {received(key, before)}, with which the runner was constructed. Received: "
-                    f"{received(key, to_plain(value))}. Construct another runner with it."
-                )
+        now = {key: to_plain(value) for key, (value, _) in self._constructed.items()}
+        changed = [key for key, (_, before) in self._constructed.items() if now[key] != before]
+        if changed:
+            before = received(changed[0], self._constructed[changed[0]][1])
+            raise ValueError(
+                f"Expected {before}, with which the runner was constructed. Received: {received(changed[0], now[changed[0]])}. Construct "
+                "another runner with it."
+            )
 
     def put(self, key: str, value: Any) -> None:
         """Set a key at the top level that the library itself decides."""

@@ -129,10 +129,13 @@ class LiveLoader:
             getattr(batch_sampler, "sampler", None),
         )
         # Each object once: a loader may be its own sampler, and a batch sampler has the sampler of the loader.
-        holders = {id(each): each for each in (loader, *samplers) if each is not dataset}
+        holders = {
+            id(each): each
+            for each in (loader, *samplers)
+            if each is not dataset and callable(getattr(each, "set_epoch", None))
+        }
         for holder in holders.values():
-            if callable(getattr(holder, "set_epoch", None)):
-                holder.set_epoch(self.epoch)
+            holder.set_epoch(self.epoch)
         if callable(getattr(dataset, "set_epoch", None)):
             self.set_by_epoch |= set_epoch_of(dataset, self.epoch)
         if getattr(loader, "persistent_workers", False):

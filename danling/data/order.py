@@ -213,13 +213,15 @@ class OrderedDataset(Dataset[Any]):
             epoch: The epoch of the position.
             split: Name of the split, for the message.
         """
-        for key, value in self.fingerprint(epoch).items():
-            if value != saved.get(key):
-                raise ValueError(
-                    f"Expected the {type(self).__name__} of split {split!r} to have the {key} ({saved.get(key)}), as when its position in "
-                    f"epoch {epoch} was saved. Received: {key} ({value}). Restore it, or exclude 'dataloaders' from loading to restart "
-                    f"the epoch.{self._other_fix(epoch)}"
-                )
+        now = self.fingerprint(epoch)
+        differing = [key for key, value in now.items() if value != saved.get(key)]
+        if differing:
+            key = differing[0]
+            raise ValueError(
+                f"Expected the {type(self).__name__} of split {split!r} to have the {key} ({saved.get(key)}), as when its position in "
+                f"epoch {epoch} was saved. Received: {key} ({now[key]}). Restore it, or exclude 'dataloaders' from loading to restart "
+                f"the epoch.{self._other_fix(epoch)}"
+            )
 
     def _other_fix(self, epoch: int) -> str:
         return ""

@@ -235,17 +235,18 @@ class Generators:
             if is_generator(value):
                 self.found[path] = value
             elif isinstance(value, nn.Module) or not _drives(type(value)):
-                parts = list(_held_by(path, value))
+                parts = _held_by(path, value)
                 if _asks_for_seed(value) and not any(is_generator(part) for _, part in parts):
                     asking[path] = value
                 queue.extend(parts)
         # An object whose generators were found needs no call of its method.
-        for path in list(asking):
-            if any(name.startswith((f"{path}.", f"{path}[")) for name in self.found):
-                del asking[path]
+        asked = {
+            path: value
+            for path, value in asking.items()
+            if not any(name.startswith((f"{path}.", f"{path}[")) for name in self.found)
+        }
         self._seeded = [
-            (generator, crc32(path.encode()))
-            for path, generator in {**self.found, **asking}.items()
+            (generator, crc32(path.encode())) for path, generator in {**self.found, **asked}.items()
         ]
         return any(id(generator) not in known for generator, _ in self._seeded)
 
@@ -266,35 +267,37 @@ def _drives(kind: type) -> bool:
     )
 
 
-def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the items and attributes of an object, by path."""
+def _held_by(path: str, value: object) -> list[tuple[str, object]]:
+    """Return the items and attributes of an object, by path."""
+    parts: list[tuple[str, object]] = []
     if isinstance(value, dict):
-        for number, (key, item) in enumerate(list(itertools.islice(value.items(), _WIDTH))):
-            yield f"{path}[{_key_of(key, number)}]", item
+        entries = list(itertools.islice(value.items(), _WIDTH))
+        parts += [
+            (f"{path}[{_key_of(key, number)}]", item) for number, (key, item) in enumerate(entries)
+        ]
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
-        yield from (
-            (f"{path}[{number}]", item)
-            for number, item in enumerate(itertools.islice(value, _WIDTH))
-        )
+        items = itertools.islice(value, _WIDTH)
+        parts += [(f"{path}[{number}]", item) for number, item in enumerate(items)]
     elif isinstance(value, functools.partial):
-        yield from (
-            (f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")
-        )
+        parts += [(f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")]
     elif isinstance(value, types.MethodType):
-        yield f"{path}.__self__", value.__self__
+        parts.append((f"{path}.__self__", value.__self__))
     attributes = _attribute(value, "__dict__")
     if isinstance(attributes, dict):
-        yield from ((f"{path}.{name}", item) for name, item in list(attributes.items()))
+        parts += [(f"{path}.{name}", item) for name, item in list(attributes.items())]
     for kind in type(value).__mro__:
         if kind.__module__.partition(".")[0] in _FOREIGN:
             continue
         slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            yield f"{path}.{name}", _attribute(value, name)
-        for name, found in list(vars(kind).items()):
-            # Most are functions.
-            if not isinstance(found, LEAVES) and is_generator(found):
-                yield f"{path}.{kind.__name__}.{name}", found
+        names = (slots,) if isinstance(slots, str) else slots
+        parts += [(f"{path}.{name}", _attribute(value, name)) for name in names]
+        # What the class has is mostly functions.
+        parts += [
+            (f"{path}.{kind.__name__}.{name}", found)
+            for name, found in list(vars(kind).items())
+            if not isinstance(found, LEAVES) and is_generator(found)
+        ]
+    return parts
 
 
 def _key_of(key: object, number: int) -> str:

@@ -326,13 +326,13 @@ class RunData:
         }
         # One collective for all three.
         ranks = self._run.placement.optimizer.gather_objects((mine, samples, self._uncompared()))
-        for split in samples:
-            lengths = [of_rank.get(split) for _, of_rank, _ in ranks]
-            if len(set(lengths)) > 1:
-                raise ValueError(
-                    f"Expected the dataset of split {split!r} to have one length on all ranks, over which the library divides it. "
-                    f"Received: {lengths} by rank. Put the same dataset into self.datasets on every rank."
-                )
+        by_split = {split: [of_rank.get(split) for _, of_rank, _ in ranks] for split in samples}
+        uneven = [split for split, lengths in by_split.items() if len(set(lengths)) > 1]
+        if uneven:
+            raise ValueError(
+                f"Expected the dataset of split {uneven[0]!r} to have one length on all ranks, over which the library divides it. "
+                f"Received: {by_split[uneven[0]]} by rank. Put the same dataset into self.datasets on every rank."
+            )
         self._name_other_data([series for _, _, series in ranks])
         self.lengths = {}
         for split in mine:

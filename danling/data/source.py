@@ -349,9 +349,8 @@ class BatchSource:
         """Put the states that the dataset and the samplers of the loader declare by `state_dict` back on exit, also after an error."""
         parts = stateful_parts(getattr(self.loader, "dataset", None))
         order = self.loader.order if isinstance(self.loader, KeyedLoader) else self.loader
-        for name in ("sampler", "batch_sampler"):
-            if is_stateful(held := getattr(order, name, None)):
-                parts[name] = held
+        samplers = {name: getattr(order, name, None) for name in ("sampler", "batch_sampler")}
+        parts |= {name: held for name, held in samplers.items() if is_stateful(held)}
         states = get_states(parts)
         try:
             yield

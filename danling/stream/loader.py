@@ -137,23 +137,23 @@ class StreamLoader(UpdateLoader):
         idle_timeout: float = 600.0,
     ) -> None:
         may_skip = on_gap == "error" or (on_gap, retain) == ("skip", "step")
-        for name, value, is_right, expected in (
+        is_whole = global_batch_size is None or global_batch_size > 0
+        checks = (
             ("batch_size", batch_size, batch_size > 0, "a positive integer"),
-            (
-                "global_batch_size",
-                global_batch_size,
-                global_batch_size is None or global_batch_size > 0,
-                "positive",
-            ),
+            ("global_batch_size", global_batch_size, is_whole, "positive"),
             ("retain", retain, retain in get_args(Retain), "'checkpoint', 'step' or 'all'"),
             ("on_gap", on_gap, may_skip, "'error', or 'skip' with retain='step'"),
             ("prefetch", prefetch, prefetch >= 0, "a number of micro-batches, 0 for none"),
             ("idle_timeout", idle_timeout, idle_timeout > 0, "seconds above 0"),
-        ):
-            if not is_right:
-                raise ValueError(
-                    f"Expected {name} of a StreamLoader to be {expected}. Received: {name}={value!r}."
-                )
+        )
+        wrong = [
+            (name, value, expected) for name, value, is_right, expected in checks if not is_right
+        ]
+        if wrong:
+            name, value, expected = wrong[0]
+            raise ValueError(
+                f"Expected {name} of a StreamLoader to be {expected}. Received: {name}={value!r}."
+            )
         self.store = store
         self.channel = channel
         self.batch_size = batch_size

@@ -285,11 +285,13 @@ def _by_name(observers: Sequence[Observer]) -> dict[str, Observer]:
     """Return the observers with a state by the name of it, and refuse those that could not be told apart or restored."""
     found = {id(each): each for each in observers if keeps_state(type(each))}
     named = [(each.name or type(each).__name__, each) for each in found.values()]
-    for name, each in named:
-        if type(each).load_state_dict is Observer.load_state_dict:
-            raise TypeError(
-                f"Expected an observer with `state_dict` to have `load_state_dict` too. Received: {name!r} without it. Override both."
-            )
+    halves = [
+        name for name, each in named if type(each).load_state_dict is Observer.load_state_dict
+    ]
+    if halves:
+        raise TypeError(
+            f"Expected an observer with `state_dict` to have `load_state_dict` too. Received: {halves[0]!r} without it. Override both."
+        )
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         raise ValueError(

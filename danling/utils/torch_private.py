@@ -170,11 +170,10 @@ def has_name(dotted: str) -> bool:
 
 
 def _used_by_methods(kind: type) -> set[str]:
-    used: set[str] = set()
-    for base in kind.__mro__:
-        for value in vars(base).values():
-            # An attribute that a method sets on `self` is among the names of its code.
-            code = getattr(getattr(value, "__func__", value), "__code__", None)
-            if isinstance(code, CodeType):
-                used.update(code.co_names)
-    return used
+    codes = [
+        getattr(getattr(value, "__func__", value), "__code__", None)
+        for base in kind.__mro__
+        for value in vars(base).values()
+    ]
+    # An attribute that a method sets on `self` is among the names of its code.
+    return {name for code in codes if isinstance(code, CodeType) for name in code.co_names}
