@@ -61,7 +61,7 @@ def averages_in_dtype_of_weights() -> Switch:
 
 def order_of_training_everywhere() -> Switch:
     """Apply `shuffle` and `drop_last` without a split to evaluation and inference."""
-    return Switch((danling.data.run_data, "_without_order", dict))
+    return Switch((danling.data.run_data, "without_order", dict))
 
 
 def trial_changes_attributes() -> Switch:
