@@ -153,7 +153,7 @@ class KeyedLoader(LibraryLoader):
             return iter(())
         data = iter(self) if read else repeat(PLACEHOLDER)
         batches: Iterator[Batch] = self.order.batches(data)
-        if self.batch_size is None:  # only the dataset knows how many samples an item holds
+        if self.batch_sampler is None:  # only the dataset knows how many samples an item holds
             return (
                 each._replace(samples=0 if each.samples == 0 else None, total=None, read=None)
                 for each in batches

@@ -52,13 +52,18 @@ from danling.mesh.reduction import (
 )
 from danling.mesh.units import UnitOrder
 from danling.optim import JointOptimizer
-from danling.training import GradientReduction, PassAgreement, peek_target, unpack_batch
+from danling.training import (
+    GradientReduction,
+    PassAgreement,
+    count_samples,
+    peek_target,
+    unpack_batch,
+)
 from danling.training.batch_weights import shifts_labels
 from danling.training.batches import (
     align_labels,
     aligned_labels,
     call_model,
-    count_samples,
     takes_aligned_labels,
 )
 from danling.training.model_states import ModelStates

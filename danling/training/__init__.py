@@ -6,7 +6,6 @@ from .batch_weights import criterion_weight, model_weight, shifts_labels
 from .batches import (
     TARGET_NAMES,
     call_model,
-    count_samples,
     count_tokens,
     criterion_loss,
     model_loss,
@@ -19,6 +18,7 @@ from .outcome import UNCOMMITTED, NonFiniteError, UpdateOutcome
 from .pass_agreement import PassAgreement
 from .precision import Precision
 from .reduction import DDPReduction, GradientReduction
+from .sample_count import count_samples
 from .session import TrainingSession
 from .window import Window
 

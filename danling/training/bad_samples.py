@@ -14,7 +14,8 @@ from torch.utils.data import Subset
 from danling.data import PLACEHOLDER, Batch, BatchSource
 from danling.utils.trees import dotted, tensors
 
-from .batches import count_samples, is_pair
+from .batches import is_pair
+from .sample_count import find_samples
 
 _NAMING = ("path", "file", "name", "url", "key", "id")
 """Parts of the keys under which a batch has texts that say where a sample is from."""
@@ -50,7 +51,9 @@ class GivenBatches(NamedTuple):
 
     def _samples(self, number: int, batch: Batch, bad: Tensor) -> str:
         """Return which sample of a batch it is, and of how many more it is so."""
-        samples = count_samples(batch.data) if batch.samples is None else batch.samples
+        samples = batch.samples
+        if samples is None:
+            samples, _ = find_samples(batch.data, batch.read)
         rows: list[int] = []
         if bad.ndim and len(bad) == samples:
             rows = bad.reshape(samples, -1).any(1).nonzero().flatten().tolist()

@@ -24,13 +24,11 @@ from .batches import (
     IGNORED_LABEL,
     TARGET_NAMES,
     aligned_labels,
-    count_samples,
-    countable_samples,
     model_loss,
-    parts_of,
     peek_target,
 )
 from .keys import preserved_streams
+from .sample_count import count_samples, find_samples, lengths_of
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -308,7 +306,7 @@ class BatchLoss:
         # A step of the user's own takes batches apart in its own way.
         self._learns = not is_overridden(runner, "train_step")
         self._own_weight = is_overridden(runner, "batch_weight")
-        self._warns = self._warns_of_rows = runner.is_main_process and not self._own_weight
+        self._warns = self._warns_of_samples = runner.is_main_process and not self._own_weight
 
     @property
     def sums(self) -> bool:
@@ -335,7 +333,8 @@ class BatchLoss:
         """
         if batch.samples == 0 or data is PLACEHOLDER:
             return 0.0, 0.0
-        samples = count_samples(data) if batch.samples is None else batch.samples
+        read = batch.read if batch.samples is None else batch.samples
+        samples = find_samples(data, read)[0] if batch.samples is None else batch.samples
         is_plain_pair = type(data) in (tuple, list) and len(data) == 2
         target = data[1] if is_plain_pair else peek_target(data)
         if training and self.targetless is None and self._learns:
@@ -350,30 +349,28 @@ class BatchLoss:
                     shapes_of(data),
                     ", ".join(TARGET_NAMES),
                 )
-        read = batch.read if batch.samples is None else batch.samples
-        if read is not None and self._counts_samples(data, target):
-            counted = countable_samples(data, read)
-            if self._warns_of_rows and counted is not None:
-                self._name_rows(data, counted, read)
-            # Of an object of the user's, only the loader knows how many samples it has.
-            return float(read if counted is None else counted), samples
+        if self._counts_samples(data, target):
+            return float(self.count(data, read)), samples
         return self._runner.batch_weight(data, target), samples
 
-    def _name_rows(self, data: object, counted: int, read: int) -> None:
-        """Name once a batch whose first tensor has other rows than samples, such as sequences with the time first."""
-        parts = parts_of(data)
-        # Where no part has a row or a column for each sample, as after some were dropped, the rows are the samples.
-        has_samples = any(read in part.shape[:2] for part in parts)
-        # Several views of each sample weigh as much as one.
-        if counted % read == 0 or not parts or not has_samples:
-            return
-        self._warns_of_rows = False
-        logger.warning(
-            "A batch of %d samples weighs %d, the first dimension of its first tensor: %s. A loss that is a mean over samples has another "
-            "gradient then, with several micro-batches or ranks, and another mean in evaluations. Override `batch_weight(data, target)` "
-            "to return what your loss averages over.",
-            *(read, counted, shapes_of(data)),
-        )
+    def count(self, data: object, read: float | None) -> float:
+        """Return how many samples are in a batch of which the loader has read `read`; name once a batch that does not tell."""
+        if read == 0:
+            return 0.0
+        counted, is_certain = find_samples(data, read)
+        if not is_certain and self._warns_of_samples:
+            self._warns_of_samples = False
+            logger.warning(
+                "Expected a batch that tells how many samples it has. Received: parts of the lengths %s%s: %s. It counts as %d. If it has "
+                "another number, a mean over samples has another gradient, with several micro-batches or ranks, and another value in "
+                "evaluations. Override `batch_weight(data, target)` to return what your loss averages over, and return (sum, weight) from "
+                "metrics.",
+                lengths_of(data, read),
+                "" if read is None else f", with {read:g} samples read",
+                shapes_of(data),
+                counted,
+            )
+        return counted
 
     def _counts_samples(self, data: object, target: object) -> bool:
         """Whether a batch weighs its samples."""

@@ -1,11 +1,10 @@
-"""What a batch contains: input, target, labels, samples and tokens; and what a step, a model and a criterion are given and return."""
+"""What a batch contains: input, target, labels and tokens; and what a step, a model and a criterion are given and return."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -212,123 +211,6 @@ def call_model(model: Any, inputs: object) -> object:
                 "as keyword arguments: make the input one, with the names that forward has."
             )
         raise
-
-
-def count_samples(data: object) -> int:
-    """Return the number of samples of a batch: the first dimension of its first tensor, which may be in a field of a dataclass; else 1.
-
-    A list within the batch whose tensors have other first dimensions has a sample in each tensor.
-
-    A batch of another library says by itself how many it has: of graphs `num_graphs`, of neighbours that were sampled around some
-    nodes `batch_size`, the number of these.
-    """
-    samples = countable_samples(data)
-    return 1 if samples is None else samples
-
-
-def countable_samples(
-    data: object, read: int | None = None, others: Iterable[object] | None = None
-) -> int | None:
-    """Return the number of samples of a batch as `count_samples` does; `None` for an object in which they cannot be counted.
-
-    Args:
-        data: The batch, or a part of it.
-        read: How many samples the loader has read for the batch; `None` where it does not know.
-        others: The other parts of the batch, where `data` is a part of it.
-    """
-    if isinstance(data, (tuple, list)) and data and isinstance(data[0], Tensor):
-        if _are_samples(data, read, others):
-            return len(data)
-        data = data[0]
-    if isinstance(data, Tensor):
-        return data.shape[0] if data.ndim else 1
-    if isinstance(data, Mapping):
-        data = list(data.values())
-    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
-        for item in data:
-            if isinstance(item, (Tensor, Mapping, Sequence)) and not isinstance(item, (str, bytes)):
-                return countable_samples(item, read, others=data)
-            told = told_count(item, "num_graphs", "batch_size")
-            if told is not None:
-                return told
-        return len(data)
-    told = told_count(data, "num_graphs", "batch_size")
-    if told is not None:
-        return told
-    if is_dataclass(data) and not isinstance(data, type):
-        values = [getattr(data, field.name, None) for field in fields(data)]
-        for value in values:
-            is_container = isinstance(value, (Tensor, Mapping, Sequence)) or is_dataclass(value)
-            if is_container and not isinstance(value, (str, bytes, type)):
-                return countable_samples(value, read, others=values)
-    return None
-
-
-def _values_of(data: object) -> list[Any]:
-    """Return the values of a batch, or the batch itself where it has none."""
-    if isinstance(data, Mapping):
-        return list(data.values())
-    if isinstance(data, (tuple, list)):
-        return list(data)
-    if is_dataclass(data) and not isinstance(data, type):
-        return [getattr(data, field.name, None) for field in fields(data)]
-    return [data]
-
-
-def parts_of(data: object) -> list[Tensor]:
-    """Return the tensors of a batch that have dimensions, without those in containers within it. Nested tensors tell none."""
-    return [
-        value
-        for value in _values_of(data)
-        if isinstance(value, Tensor) and not value.is_nested and value.ndim
-    ]
-
-
-def left_samples(data: object, read: float) -> float:
-    """Return how many of the samples that were read for a batch are in it: fewer where a collate function leaves some out.
-
-    They are known where a batch of graphs tells them, and where all tensors have the same number of rows, unless all have a column for
-    each sample that was read, as sequences with the time first. A list with an entry for each sample that was read has all.
-    """
-    graphs = told_count(data, "num_graphs")
-    if graphs is not None:
-        return min(graphs, read)
-    lists = [value for value in _values_of(data) if isinstance(value, (tuple, list))]
-    if isinstance(data, (tuple, list)) and len(data) > 2:  # two are input and target
-        lists.append(data)
-    parts = parts_of(data)
-    rows = {part.shape[0] for part in parts}
-    has_columns = all(part.ndim > 1 and part.shape[1] == read for part in parts)
-    if len(rows) != 1 or has_columns or any(len(each) == read for each in lists):
-        return read
-    return min(rows.pop(), read)
-
-
-def _are_samples(
-    items: Sequence[object], read: int | None, others: Iterable[object] | None
-) -> bool:
-    """Whether a list of tensors has a sample in each, as `tuple(zip(*samples))` makes it, and is not columns with a row for each sample.
-
-    Tensors of other lengths than each other, or than those in another list of the batch, are no columns. The entries of a batch itself,
-    such as input and target, are samples only where the loader has read as many.
-    """
-    lists = [
-        items,
-        *(
-            each
-            for each in others or ()
-            if isinstance(each, (tuple, list)) and len(each) == len(items)
-        ),
-    ]
-    rows = [_rows(item) for each in lists for item in each if isinstance(item, (Tensor, Mapping))]
-    differ = len(set(rows)) > 1
-    if len(items) == read:
-        return differ or others is not None
-    return differ and others is not None and rows[0] != read
-
-
-def _rows(item: object) -> int | None:
-    return item.shape[0] if isinstance(item, Tensor) and item.ndim else None
 
 
 def count_tokens(data: object) -> int:

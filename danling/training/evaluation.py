@@ -24,9 +24,7 @@ from .batch_weights import BatchLoss
 from .batches import (
     call_model,
     check_returned,
-    count_samples,
     is_pair,
-    left_samples,
     nodes_of_graphs,
     not_one_loss,
     note_batch,
@@ -38,6 +36,7 @@ from .keys import RandomKeys
 from .metric_checks import GivenMetrics
 from .recompute import BufferCopies, Recompute
 from .results import checked_figures
+from .sample_count import find_samples, left_samples
 from .session import TrainingSession
 from .update import UpdateStep
 
@@ -237,6 +236,7 @@ class Evaluator:
         scored, evaluated = False, 0.0
         tried: tuple[Any, Any, int | None] | None = None
         metrics.reset()
+        counted = self._loss.count if metrics else left_samples
         is_unbounded = limit is None and not _has_length(source.loader)
         read = self._pass_over(source, limit, is_unbounded=is_unbounded)
         with runner.meters.isolated(exact=self.exact):
@@ -248,7 +248,7 @@ class Evaluator:
                     self._keys.begin_batch("evaluate", split, batch.place)
                     data = runner.to_device(batch.data)
                     weight, samples = self._loss.weigh(batch, data)
-                    samples = left_samples(data, samples)
+                    samples = counted(data, samples)
                     self.batch_weight = weight
                     pred, loss = self._evaluated(split, data)
                     if loss is not None and samples:
@@ -487,7 +487,7 @@ class Evaluator:
         samples = batch.samples
         if samples is None:
             # A list has an item for each sample: only where there is padding are some left out.
-            samples = len(pred) if isinstance(pred, list) else count_samples(data)
+            samples = len(pred) if isinstance(pred, list) else find_samples(data, batch.read)[0]
         elif not isinstance(pred, list):
             samples = int(left_samples(data, samples))
         return self.forward.counted(split_by_sample(pred, samples, nodes_of_graphs(data)))

@@ -33,7 +33,7 @@ from danling.utils.tensors import local_part, whole
 
 from .bad_samples import GivenBatches
 from .batch_weights import BatchLoss
-from .batches import check_returned, left_samples, note_batch, peek_target, prediction_of
+from .batches import check_returned, note_batch, peek_target, prediction_of
 from .outcome import UNCOMMITTED, NonFiniteError, UpdateOutcome
 from .precision import leave_update
 from .recompute import Recompute, SkippedUpdates, map_carry
@@ -330,7 +330,7 @@ class UpdateStep:
         pred = prediction_of(returned[0])
         with torch.no_grad():
             pred = whole(pred.detach()) if isinstance(pred, Tensor) else pred
-            metrics.update(pred, peek_target(data), left_samples(data, samples))
+            metrics.update(pred, peek_target(data), self._loss.count(data, samples))
 
     def back_propagate(self, scaled: Tensor) -> None:
         """Add the gradient of a scaled loss to the gradients of the window, which `train_step` must have left in place."""

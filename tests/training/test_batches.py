@@ -218,7 +218,7 @@ BARE = Batch(PAIR[0], None, None)
     [
         (Batch(PAIR, None, None), (3.0, 3)),
         (Batch(PAIR, 2, None), (3.0, 2)),  # the source knows better than the data
-        (BARE, (10.0, 3)),
+        (BARE, (3.0, 3)),
         (Batch(PAIR, 0, 0), (0.0, 0.0)),
         (Batch(PLACEHOLDER, 4, 8), (0.0, 0.0)),
     ],

@@ -13,10 +13,11 @@ from support.processes import run_processes
 from support.toys import settings
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 import danling as dl
 from danling.training import count_samples, criterion_weight
+from danling.training.sample_count import find_samples
 
 SAMPLES, CHANNELS = 10, 3
 
@@ -124,65 +125,224 @@ def test_a_batch_of_lists_weighs_its_samples(
     assert loss == pytest.approx(loss_of(model, whole).item(), abs=1e-12)
 
 
-class Padded(Lists):
-    """Its batches are sequences with the time first, lengths and values."""
+# Batches of all kinds of parts
 
-    sequences = 0
+BAD = {1, 2, 3, 6}
+"""Samples that cannot be read: of the batches of 4, 1, 3 and 2 samples are left."""
 
-    def loss_of(self, data: Any) -> Tensor:
-        return functional.mse_loss(self.model(data[self.sequences].sum(0))[:, 0], data[2])
+
+class Sequences(Dataset[tuple[Tensor, Tensor] | None]):
+    """Points with a value each, up to 8 of them. `steps` is that of all samples; `None` gives each its own."""
+
+    def __init__(self, steps: int | None = None, bad: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        self.steps, self.bad = steps, bad
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | None:
+        if index in self.bad:
+            return None
+        drawn = torch.Generator().manual_seed(index)
+        steps = self.steps or 5 + index % 4
+        points = torch.randn(steps, 4, generator=drawn, dtype=torch.float64)
+        return points, torch.randn(steps, generator=drawn, dtype=torch.float64)
+
+
+class Form:
+    """How samples are put into a batch, and taken out of it again."""
+
+    def __init__(self, join: Callable[..., Any], take: Callable[[Any], Any]) -> None:
+        self.join, self.take = join, take
+
+    def collate(self, samples: list[tuple[Tensor, Tensor] | None]) -> Any:
+        points, values = zip(*(sample for sample in samples if sample is not None))
+        lengths = torch.tensor([len(each) for each in points])
+        return self.join(points, values, lengths)
+
+    def error(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean over the samples of their mean errors."""
+        samples = self.take(batch)
+        errors = [
+            functional.mse_loss(model(points)[:, 0], torch.as_tensor(values))
+            for points, values in samples
+        ]
+        return torch.stack(errors).mean()
+
+
+def pad(parts: Any, batch_first: bool = True) -> Tensor:
+    return nn.utils.rnn.pad_sequence(list(parts), batch_first=batch_first)
+
+
+def cut(points: Tensor, values: Tensor, lengths: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(x[:n], y[:n]) for x, y, n in zip(points, values, lengths.tolist())]
+
+
+def rows_of(packed: Any) -> list[Tensor]:
+    return list(nn.utils.rnn.unpack_sequence(packed))
+
+
+def pack(parts: Any) -> Any:
+    return nn.utils.rnn.pack_sequence(list(parts), enforce_sorted=False)
+
+
+FORMS = {
+    "pairs of pairs": Form(
+        lambda x, y, n: ((pad(x), n), (pad(y), n)), lambda b: cut(b[0][0], b[1][0], b[0][1])
+    ),
+    "as many entries as samples": Form(
+        lambda x, y, n: (pad(x), pad(y), n, n), lambda b: cut(b[0], b[1], b[2])
+    ),
+    "joined first": Form(
+        lambda x, y, n: (torch.cat(y), n, pad(x)),
+        lambda b: cut(b[2], pad(b[0].split(b[1].tolist())), b[1]),
+    ),
+    "time first": Form(
+        lambda x, y, n: (pad(x, False), n, pad(y, False)),
+        lambda b: cut(b[0].transpose(0, 1), b[2].T, b[1]),
+    ),
+    "packed": Form(
+        lambda x, y, n: (pack(x), pack(y)), lambda b: list(zip(rows_of(b[0]), rows_of(b[1])))
+    ),
+    "dictionaries": Form(
+        lambda x, y, n: [{"points": each, "values": v} for each, v in zip(x, y)],
+        lambda b: [(each["points"], each["values"]) for each in b],
+    ),
+    "arrays": Form(
+        lambda x, y, n: {"points": list(x), "values": pad(y).numpy(), "lengths": n.numpy()},
+        lambda b: [(x, y[: len(x)]) for x, y in zip(b["points"], b["values"])],
+    ),
+}
+
+
+class Formed(dl.Runner):
+    def __init__(
+        self, config: Mapping[str, Any], dataset: Sequences, form: Form, own_loader: bool
+    ) -> None:
+        super().__init__(config)
+        self.model, self.form = make_line(), form
+        self.metrics = {"error": lambda pred, _: pred}
+        if own_loader:
+            order = BatchSampler(SequentialSampler(range(SAMPLES)), 4, drop_last=False)
+            self.dataloaders = {
+                split: DataLoader(dataset, batch_sampler=order, collate_fn=form.collate)
+                for split in ("train", "val")
+            }
+        else:
+            self.datasets = {"train": dataset, "val": dataset}
 
     def train_step(self, data: Any) -> tuple[None, Tensor]:
-        loss = self.loss_of(data)
+        loss = self.form.error(self.model, data)
         self.backward(loss)
         return None, loss
 
-    def evaluate_step(self, data: Any) -> tuple[None, Tensor]:
-        return None, self.loss_of(data)
+    def evaluate_step(self, data: Any) -> tuple[Tensor, Tensor]:
+        loss = self.form.error(self.model, data)
+        return loss, loss
 
 
-class Weighed(Padded):
-    def batch_weight(self, data: Any, target: Any) -> float:
-        return float(len(data[2]))
+def compare_with_hand(form: Form, dataset: Sequences, own_loader: bool, folder: Path) -> None:
+    """Train one update of micro-batches of 4, 4 and 2 samples that are read, and compare with the whole batch by hand."""
+    loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": form.collate}
+    config = settings(
+        folder, epochs=1, accum_steps=3, dataloader=loader, optim={"type": "sgd", "lr": 0.1}
+    )
+    if own_loader:
+        del config["dataloader"]
+    whole = form.collate([dataset[index] for index in range(SAMPLES)])
+    model = make_line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    form.error(model, whole).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    with Formed(config, dataset, form, own_loader) as runner:
+        runner.train()
+        found, results = weights_of(runner.model), runner.results[1]["val"]
+    torch.testing.assert_close(found, weights_of(model), rtol=0, atol=1e-12)
+    expected = form.error(model, whole).item()
+    assert results["loss"] == pytest.approx(expected, abs=1e-12)
+    assert results["error"] == pytest.approx(expected, abs=1e-12)
 
 
-class Later(Padded):
-    sequences = 1
-
-
-def time_first(samples: list[Any]) -> tuple[Tensor, ...]:
-    points, values = zip(*samples)
-    lengths = torch.tensor([len(each) for each in points])
-    return nn.utils.rnn.pad_sequence(points), lengths, torch.stack([each.mean() for each in values])
-
-
-def time_last(samples: list[Any]) -> tuple[Tensor, ...]:
-    points, lengths, values = time_first(samples)
-    return lengths, points, values
+@pytest.mark.parametrize(("steps", "own_loader"), [(None, False), (4, False), (None, True)])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_weighs_the_samples_that_were_read(
+    form: str, steps: int | None, own_loader: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever its first tensor is, also where the time has as many steps as a batch has samples, or twice as many."""
+    compare_with_hand(FORMS[form], Sequences(steps), own_loader, tmp_path)
+    assert "how many samples it has" not in caplog.text
 
 
 @pytest.mark.parametrize("own_loader", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "collate", "is_named"),
-    [(Padded, time_first, True), (Weighed, time_first, False), (Later, time_last, False)],
+    "form", ["pairs of pairs", "as many entries as samples", "packed", "dictionaries"]
 )
-def test_a_batch_that_weighs_its_time_is_named_once(
+def test_a_batch_weighs_the_samples_that_are_left(
+    form: str, own_loader: bool, tmp_path: Path
+) -> None:
+    compare_with_hand(FORMS[form], Sequences(bad=BAD), own_loader, tmp_path)
+
+
+class Weighed(Formed):
+    def batch_weight(self, data: Any, target: Any) -> float:
+        return float(len(self.form.take(data)))
+
+
+ONLY_TIME_FIRST = Form(
+    lambda x, y, n: {"points": pad(x, False), "values": pad(y, False)},
+    lambda b: list(zip(b["points"].transpose(0, 1), b["values"].T)),
+)
+
+
+@pytest.mark.parametrize("own_loader", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "form", "bad", "is_named"),
+    [
+        (Formed, FORMS["joined first"], BAD, True),
+        (Formed, FORMS["time first"], BAD, True),
+        (Weighed, FORMS["joined first"], BAD, False),
+        (Formed, ONLY_TIME_FIRST, set(), True),
+        (Weighed, ONLY_TIME_FIRST, set(), False),
+    ],
+)
+def test_a_batch_whose_parts_do_not_tell_its_samples_is_named_once(
     kind: Any,
-    collate: Any,
+    form: Form,
+    bad: set[int],
     is_named: bool,
     own_loader: bool,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": collate}
+    loader = {"batch_size": 4, "shuffle": False, "drop_last": False, "collate_fn": form.collate}
     config = settings(tmp_path, epochs=2, dataloader=loader)
     if own_loader:
         del config["dataloader"]
-    with kind(
-        config, Clouds(lambda index: 5 + index % 2, "tensors"), collate, own_loader
-    ) as runner:
+    with kind(config, Sequences(bad=bad), form, own_loader) as runner:
         runner.train()
-    assert caplog.text.count("A batch of 4 samples weighs 6") == is_named
+    assert caplog.text.count("how many samples it has") == is_named
+
+
+def test_documents_joined_in_one_row_are_named() -> None:
+    row = torch.zeros(1, 64)
+    assert find_samples({"ids": row, "positions": row}, 5) == (1, False)
+    assert find_samples({"ids": row, "ends": torch.zeros(6)}, 5) == (5, False)
+    assert find_samples((row, torch.zeros(1)), 5) == (1, True)
+
+
+def test_batches_of_an_iterable_that_do_not_tell_their_samples_are_named() -> None:
+    x, n = torch.zeros(3, 7, 4), torch.zeros(3, dtype=torch.int64)
+    joined = torch.zeros(11, dtype=torch.int64)
+    for batch, expected in (
+        (((x, n), (x[..., 0].long(), n)), (3, True)),
+        (((x, n), (joined, n)), (3, False)),
+        ((x.transpose(0, 1), n), (7, False)),
+        ([x, x, x], (3, True)),
+        ([x[0], x[0, :5], x[0, :2], x[0, :2]], (4, False)),
+        (object(), (1, False)),
+        (7, (1, True)),
+    ):
+        assert find_samples(batch) == expected
 
 
 # Targets of their own lengths
@@ -256,9 +416,6 @@ def test_a_batch_of_ctc_weighs_its_samples(collate: Any, criterion: Any, tmp_pat
 
 
 # Samples that a collate function leaves out
-
-BAD = {1, 2, 3, 6}
-"""Samples that cannot be read: of the batches of 4, 1, 3 and 2 samples are left."""
 
 
 class Holes(Dataset[tuple[Tensor, Tensor] | None]):
