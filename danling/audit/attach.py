@@ -92,6 +92,7 @@ class Audits:
         self.runner.observers.extend(
             each for each in (self.recorder, self.digests, until) if each is not None
         )
+        # It watches the training, and also ends passes: so it is an observer and an extension.
         if self._section.quick is not None:
             quick = QuickRun(self.runner, self._session, self._section.quick)
             self.runner.observers.append(quick)
@@ -140,6 +141,7 @@ class UpdateReplay:
         runner, settings = self._runner, self._runner.config.audit
         is_new = runner.model is not self._known_model or runner.window.is_first
         self._known_model = runner.model
+        # A check that falls on an update which is not checked is made up for at the next one.
         is_due = (
             self._is_owed
             or (runner.state.train.global_step + 1) % int(settings.replay_interval or 1) == 0
@@ -148,6 +150,7 @@ class UpdateReplay:
         if not is_due or is_new:
             return self._inner(source, batches, consumed)
         take_back = self._recompute.remember()
+        # The pass has ended without another update.
         if not self._inner(source, batches, consumed):
             return False
         first = self._digests()
@@ -155,7 +158,8 @@ class UpdateReplay:
         for _ in range(settings.replays):
             second = self._again(take_back, source, consumed)
             differs = torch.tensor(float(first != second), dtype=torch.float64)
-            if (domain.all_reduce(differs, "max") if domain.size > 1 else differs).item():
+            if domain.all_reduce(differs, "max").item():
+                # Where it agrees with one of the two, the other one was a fault that comes and goes.
                 third = self._again(take_back, source, consumed)
                 take_back()
                 raise self._error(first, second, third)
@@ -238,6 +242,7 @@ class Until(Observer):
         """Have the run save after the last update, and end where it has come beyond it. Called on all ranks."""
         step = self._runner.saver.at[0]
         session = self._session
+        # The epoch of the target may be complete after this update only.
         if step == self.target[0]:
             # At once, and not as a request, of which an accelerator hears an update later.
             session.save_requested = True

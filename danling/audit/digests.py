@@ -67,6 +67,7 @@ def read_digests(
     if not file.is_file():
         return {}
     found = [line for line in map(_line, read_jsonl(file)) if line is not None]
+    # `read_jsonl` leaves out lines without a word: a comparison says how many are missing.
     with open_file(file) as lines:
         written = sum(1 for _ in bounded_lines(lines))
     if problems is not None and len(found) < written:
@@ -142,6 +143,7 @@ class DigestTable:
 
     def packed(self, cells: Tensor, rank: int) -> Tensor:
         """Return the vector to be summed over the ranks."""
+        # Of negative integers too, `&` and `>>` give the bits of the two's complement.
         whole = torch.zeros((self.size, 2, self.width), dtype=torch.float64, device=cells.device)
         whole[rank, 0] = (cells & (_HALF - 1)).double()
         whole[rank, 1] = ((cells >> 32) & (_HALF - 1)).double()
@@ -175,6 +177,7 @@ class DigestTable:
                 values = {rank: rows[rank][self.places[kind, column]] for rank in ranks}
                 value, number = Counter(values.values()).most_common(1)[0]
                 if number < len(ranks):
+                    # Without a majority, nothing tells which copy is right: the first one counts.
                     usual = value if 2 * number > len(ranks) else values[ranks[0]]
                     odd = tuple(rank for rank in ranks if values[rank] != usual)
                     return Drift(
@@ -206,6 +209,7 @@ def entries(runner: TorchRunner) -> Iterator[Entry]:
     state = getattr(optimizer, "state", {})
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
         for number, parameter in enumerate(group["params"]):
+            # A parameter that is not the model's, such as one of a criterion: each rank has its own.
             shared = id(parameter) in names
             grouped.add(id(parameter))
             name = names.get(id(parameter), f"group.{index}.{number}")
@@ -288,6 +292,7 @@ class UpdateAudit(Observer):
             self._runner.placement.counts_samples
             and (self._runner.state.train.global_step + 1) % self.every == 0
         ):
+            # Added, so that the division into micro-batches does not matter.
             found = self._hasher.digest_samples(data)
             self._samples = found if self._samples is None else self._samples + found
 
@@ -297,6 +302,7 @@ class UpdateAudit(Observer):
         if outcome.committed and self._runner.state.train.global_step % self.every == 0:
             self.results_needed()
             self._waiting = self._take(outcome)
+            # A rank by itself makes no collective with which it could travel.
             if self._domain.size == 1:
                 values = self.values()
                 assert values is not None
@@ -314,6 +320,7 @@ class UpdateAudit(Observer):
             # At the first digest, and where parameter groups were added.
             told = self._domain.gather_objects((groups, {OWN: (self._domain.rank,), **dict(kinds)}))
             self._groups = set().union(*(groups for groups, _ in told))
+            # `weights.10` comes after `weights.9`, and `weights.rest` last: the same on all ranks.
             numbered = sorted(self._groups, key=lambda name: (len(name), name))
             states = [
                 name.replace("weights.", "optimizer.", 1)

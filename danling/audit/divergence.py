@@ -13,6 +13,7 @@ from danling.workspace.runs import Run, config_differences
 from .digests import DigestLine, read_digests
 
 _CODE = ("code_id", "sha", "branch", "dirty", "diff_sha")
+# In the order in which an update computes them: what differs first is nearest to the cause.
 _ORDER = ("samples", "loss", "grad_norm", "optimizer", "weights", "buffers", "ema")
 _REPEATABLE = frozenset({"loss", "grad_norm", "learning_rate"})
 """Metrics of single updates that are the same when a run is made again; others tell of its pace."""
@@ -112,6 +113,7 @@ def compare_digests(
 
 def _paired_digests(first: Mapping[int, DigestLine], second: Mapping[int, DigestLine]) -> Pairs:
     """Return the figures of digests; a column that one run leaves out has no tensors there, and is 0."""
+    # Of both runs: a state that only one of them has is a difference.
     columns = sorted(
         {name for lines in (first, second) for line in lines.values() for name in line.digests}
     )
@@ -147,6 +149,7 @@ def _divergences(pairs: Pairs) -> list[Divergence]:
         last = None
         for step, values in of_steps.items():
             if not _same(*values):
+                # What follows differs because of it.
                 a, b = values
                 difference = b - a if _is_number(a) and _is_number(b) else None
                 found.append(Divergence(figure, step, last, values, difference))
@@ -165,6 +168,7 @@ def _share(pair: Pair) -> float:
     first, second = pair
     if not (_is_number(first) and _is_number(second)) or _same(first, second):
         return 0.0
+    # Any tolerance is smaller than infinity: a number that is not finite in one run alone differs.
     share = abs(second - first) / abs(first) if first else math.inf
     return share if math.isfinite(share) else math.inf
 

@@ -87,8 +87,8 @@ class Hasher:
             return self._elsewhere(local.device).digest_held(local)
         if _parts(local):
             return self.digest(local) * keyed
-        local = _stored(local)
-        bits = (torch.view_as_real(local) if local.is_complex() else local).reshape(-1)
+        bits = _real(_stored(local)).reshape(-1)
+        # A view of wider numbers needs a length and a place in memory that they divide.
         number = 8 // bits.element_size()
         length = len(bits) - len(bits) % number if bits.storage_offset() % number == 0 else 0
         total = self._of_vector(bits[:length].view(torch.int64), 0)
@@ -120,15 +120,11 @@ class Hasher:
     def _rows(self, whole: Sequence[int], offset: Sequence[int], local: Sequence[int]) -> Tensor:
         """Return the keys of the rows of a part, by their numbers in the whole."""
         keys = self._keys(True, math.prod(whole))
+        keys = keys[: math.prod(whole)]
         if tuple(whole) == tuple(local):
-            return keys[: math.prod(whole)]
-        return (
-            keys.reshape(-1)[: math.prod(whole)]
-            .reshape(tuple(whole))[
-                tuple(slice(start, start + length) for start, length in zip(offset, local))
-            ]
-            .reshape(-1)
-        )
+            return keys
+        part = tuple(slice(start, start + length) for start, length in zip(offset, local))
+        return keys.reshape(tuple(whole))[part].reshape(-1)
 
     def _of_vector(self, bits: Tensor, start: int) -> Tensor:
         # Rows of a fixed length of the whole tensor: the rest of a row, whole rows, the beginning of one.
@@ -137,10 +133,9 @@ class Hasher:
         while done < len(bits):
             row, column = divmod(start + done, _LONGEST_ROW)
             left = len(bits) - done
-            whole = left // _LONGEST_ROW if column == 0 else 0
-            number, length = (
-                (whole, _LONGEST_ROW) if whole else (1, min(left, _LONGEST_ROW - column))
-            )
+            number, length = 1, min(left, _LONGEST_ROW - column)
+            if length == _LONGEST_ROW:
+                number = left // _LONGEST_ROW
             piece = bits[done : done + number * length].reshape(number, length)
             rows = self._keys(True, row + number)[row : row + number]
             total = total + self._of_rows(piece, rows, self._keys(False, column + length)[column:])
@@ -151,13 +146,9 @@ class Hasher:
         number, length = bits.shape
         columns = columns[:length]
         at_once = max(1, self._at_once // length)
-        total: Tensor | None = None
-        for start in range(0, number, at_once):
-            sums = self._row_sums(bits[start : start + at_once], columns)
-            part = (sums * rows[start : start + at_once]).sum()
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+        pieces = [slice(start, start + at_once) for start in range(0, number, at_once)]
+        sums = [(self._row_sums(bits[piece], columns) * rows[piece]).sum() for piece in pieces]
+        return torch.stack(sums).sum()
 
     def _row_sums(self, bits: Tensor, columns: Tensor) -> Tensor:
         terms = torch.empty(bits.shape, dtype=torch.int64, device=self.device)
@@ -194,15 +185,13 @@ class Hasher:
             elif is_sharded(leaf) or _parts(leaf) or leaf.dim() == 0:
                 total = total + self.digest(leaf).to(self.device) * key_of(name)
             elif leaf.numel():
-                part = _stored(leaf).to(self.device)
-                part = torch.view_as_real(part) if part.is_complex() else part
+                part = _real(_stored(leaf).to(self.device))
                 bits = part.reshape(len(leaf), -1).view(_BITS[part.element_size()])
-                sums = self._row_sums(
-                    bits, self._keys(False, bits.shape[1])[: bits.shape[1]]
-                ) * key_of(name)
-                by_length[len(leaf)] = (
-                    by_length[len(leaf)] + sums if len(leaf) in by_length else sums
-                )
+                columns = self._keys(False, bits.shape[1])[: bits.shape[1]]
+                sums = self._row_sums(bits, columns) * key_of(name)
+                by_length[len(leaf)] = sums + by_length.get(len(leaf), 0)
+        # The parts of a sample are mixed together: the sum over samples forgets their order, and not
+        # which image had which label.
         for sums in by_length.values():
             total = total + mixed(sums).sum()
         return total
@@ -236,6 +225,10 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return []
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _stored(tensor: Tensor) -> Tensor:

@@ -266,13 +266,15 @@ def recording_settings(
     """Return the settings imposed on a program that records its first updates."""
     directory = directory_of(root, alone=alone, is_reversed=is_reversed)
     samples = options.batch
+    stack: dict[str, object] = {"stack": layout.stack}
+    degrees = layout.degrees
+    weights: str | None = os.fspath(directory_of(root, alone=True) / WEIGHTS)
+    if alone:
+        # One process makes the weights that the layout begins with.
+        stack, degrees, weights = {"stack": "ddp"}, {}, None
     if layout.stack == "parallel":
-        axes = {
-            f"parallel.axes.{axis}": 1 if alone else layout.degrees.get(axis, 1) for axis in AXES
-        }
-        stack: dict[str, object] = {"stack": "parallel", "fsdp.enabled": False, **axes}
-    else:
-        stack = {"stack": "ddp" if alone else layout.stack}
+        axes = {f"parallel.axes.{axis}": degrees.get(axis, 1) for axis in AXES}
+        stack = {"stack": "parallel", "fsdp.enabled": False, **axes}
     if not alone and layout.replicas > 1:
         samples = int(Record.read(directory_of(root, alone=True), 0, 1).samples)
     settings = {
@@ -290,20 +292,17 @@ def recording_settings(
         "audit.replay_interval": None,
         "audit.gradients.dir": os.fspath(directory),
         "audit.gradients.updates": options.updates,
-        "audit.gradients.weights": None
-        if alone
-        else os.fspath(directory_of(root, alone=True) / WEIGHTS),
+        "audit.gradients.weights": weights,
         "audit.gradients.dtype": options.dtype,
         "audit.gradients.samples": samples,
         "audit.gradients.reversed": is_reversed,
         # The micro-batches of a pipeline have to be of one size.
         "audit.gradients.replicas": 1 if "pipeline" in layout.degrees else layout.replicas,
     }
-    return (
-        settings
-        if options.dtype is None
-        else {**settings, "precision": None, "fsdp.mp_policy": None}
-    )
+    if options.dtype is not None:
+        # The program's own precision would round what is computed in that dtype.
+        settings |= {"precision": None, "fsdp.mp_policy": None}
+    return settings
 
 
 def _train(
@@ -316,16 +315,11 @@ def _train(
     is_reversed: bool = False,
 ) -> None:
     """Have the program record its first updates."""
-    number, directory = (
-        1 if alone else layout.processes,
-        directory_of(root, alone=alone, is_reversed=is_reversed),
-    )
+    directory = directory_of(root, alone=alone, is_reversed=is_reversed)
     directory.mkdir(parents=True)
-    where = (
-        "1 of 2: the program makes its first updates in one process"
-        if alone
-        else f"2 of 2: it makes them on {layout}"
-    )
+    number, where = layout.processes, f"2 of 2: it makes them on {layout}"
+    if alone:
+        number, where = 1, "1 of 2: the program makes its first updates in one process"
     if is_reversed:
         where = "since they differ: it makes them again in one process, with the samples in reverse order"
     announce(f"{where}, within {options.timeout:g} s")
@@ -359,6 +353,7 @@ def _started(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes of a layout; on exit those that still run are ended."""
     environment: dict[str, str] = {}
+    # All processes are on this machine, whose name may lead to an address that is not reached.
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if not on_devices:
@@ -390,13 +385,13 @@ def _failed(directory: Path, rank: int, how: str, alone: bool, options: CheckOpt
         for f in sorted((directory / "run/hangs").glob("*.txt"))
     ]
     waited = "\n".join(["\nBefore, no update came to its end:", *hangs]) if hangs else ""
-    fix = (
-        "It has to train in one process for so many updates: take a smaller model by its own arguments, or fewer --updates."
-        if alone
-        else "In one process it makes them. Fix that first; --batch gives its ranks more samples."
-    )
+    where = "on the layout"
+    fix = "In one process it makes them. Fix that first; --batch gives its ranks more samples."
+    if alone:
+        where = "in one process"
+        fix = "It has to train in one process for so many updates: take a smaller model by its own arguments, or fewer --updates."
     return NotChecked(
-        f"Expected a program that makes {options.updates} updates of a runner {'in one process' if alone else 'on the layout'}. Received: "
+        f"Expected a program that makes {options.updates} updates of a runner {where}. Received: "
         f"{how} of rank {rank} after {done} updates; the end of what it printed:\n{tail}{waited}\n{fix} If it insists on its own dtype, "
         "add --dtype own."
     )
@@ -458,10 +453,14 @@ def compare_update(
             f"{wanted.norm:.6g}. Fix that first; a precision of fp16 skips its first updates, which --dtype float64 does not."
         )
     eps = max(record.eps for record in (wanted, *made))
-    is_coarse = eps > _COARSE
-    relative = (4 * eps if is_coarse else eps**0.5) if tolerance is None else tolerance
-    # A share of the whole norm would hide a parameter that gets no gradient.
-    floor = 32 * (torch.finfo(torch.float32).eps if is_coarse else eps)
+    # In float32 and float64, at most half of the digits are rounding. In 16 bits that would be several
+    # percent: there, a few units of the last place are.
+    relative, floor = eps**0.5, 32 * eps
+    if eps > _COARSE:
+        relative, floor = 4 * eps, 32 * torch.finfo(torch.float32).eps
+    # `floor` is small: a share of the whole norm would hide a parameter that gets no gradient.
+    if tolerance is not None:
+        relative = tolerance
     names = list(
         dict.fromkeys([*wanted.gradients, *(name for record in made for name in record.gradients)])
     )
@@ -480,6 +479,7 @@ def compare_update(
     # Ranks that all read the same samples come to the same mean.
     same_weight = abs(made[0].weight - wanted.weight) <= 1e-9 * abs(wanted.weight)
     differs = bool(gradients or weights) or not (same_loss and same_weight)
+    # Of other samples everything differs, which says nothing of the layout.
     if differs and (sum(record.digest for record in made) - wanted.digest) % (1 << 64):
         raise NotChecked(
             f"Expected update {number} to be made of the same samples in one process and on the layout. Received: {wanted.samples:g} "
@@ -550,6 +550,7 @@ def _first_layer(
             (record.coordinate, record.outputs[name]) for record in made if name in record.outputs
         ]
         near = max(relative, 1e-7) * max(math.sqrt(squares), abs(total), 1e-30)
+        # A layer that no rank has, since a plan has replaced it, is not compared.
         matches = not held
         for way in product((False, True), repeat=len(others)):
             copied = [axis for axis, has_copies in zip(others, way) if has_copies]
@@ -648,21 +649,21 @@ def compare(
     if rounding.covers(error, norm):
         return None
     pairs = [(ranks[0][1], targets[at]) for at, ranks in copies.items()]
-    layout, share = (
-        math.hypot(*(float(value.norm()) for value, _ in pairs)),
-        error / norm if norm else math.inf,
-    )
+    layout = math.hypot(*(float(value.norm()) for value, _ in pairs))
+    share = error / norm if norm else math.inf
     if not math.isfinite(error):
         return Finding(name, "not finite", norm, layout, share)
     differing = set()
     for ranks in copies.values():
         for (first, mine), (second, other) in combinations(ranks, 2):
+            # Of ranks that differ in one coordinate, the axis is known along which they differ.
             apart = [axis for axis in degrees if first.get(axis) != second.get(axis)]
             if len(apart) == 1 and not rounding.covers(_error(mine, other), float(other.norm())):
                 differing.add(apart[0])
     if differing:
         over = " x ".join(axis for axis in degrees if axis in differing)
         return Finding(name, f"differs between ranks of {over}", norm, layout, share, axis=over)
+    # The multiple that is nearest: of a divisor that is wrong, it is the number of ranks of an axis.
     ratio = sum(float((value * target).sum()) for value, target in pairs) / norm**2 if norm else 0.0
     near = max(_FITS, rounding.relative)
     if norm and all(

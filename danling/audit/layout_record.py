@@ -139,6 +139,7 @@ def divide_for_check(runner: BaseRunner, closers: ExitStack) -> DividedSettings:
             samples = max(
                 settings.get("global_batch_size") or int(batch or 1) * accum_steps, replicas + 1
             )
+            # One less, where the ranks would have equally many.
             samples -= samples % replicas == 0
         kept = {
             name: value
@@ -157,11 +158,9 @@ class LayoutRecorder(Observer):
 
     def __init__(self, runner: TorchRunner) -> None:
         section = runner.config.audit.gradients
-        self._directory, self._updates, self._weights = (
-            Path(str(section.dir)),
-            int(section.updates),
-            section.weights,
-        )
+        self._directory = Path(str(section.dir))
+        self._updates = int(section.updates)
+        self._weights = section.weights
         self._dtype = None if section.dtype is None else dtype_of(section.dtype)
         self._reversed = bool(section.reversed)
         self._runner = runner
@@ -233,8 +232,11 @@ class LayoutRecorder(Observer):
             if isinstance(module, nn.RNNBase):
                 module.dropout = 0.0
         self._streams = _streams()
-        data = data if self._dtype is None else tree_map(self._cast, data)
-        return tree_map(lambda value: _mapped(_reversed, value), data) if self._reversed else data
+        if self._dtype is not None:
+            data = tree_map(self._cast, data)
+        if self._reversed:
+            data = tree_map(lambda value: _mapped(_reversed, value), data)
+        return data
 
     def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
         """Note the samples of a micro-batch."""
@@ -312,6 +314,7 @@ class LayoutRecorder(Observer):
             "weights": weights,
         }
         torch.save(values, record_file(self._directory, runner.rank, self._made))
+        # An update without weights was not made: those after it would not be comparable.
         if self._made == self._updates or not weights:
             end_file(self._directory, runner.rank).touch()
             raise SystemExit(0)

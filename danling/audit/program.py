@@ -22,7 +22,9 @@ from pathlib import Path
 
 from danling.config.inputs import VARIABLE
 
+# A traceback of Python, and some lines before it.
 _TAIL_BYTES = 8192
+# A runner that is sent SIGTERM saves first.
 _SECONDS_TO_END = 15.0
 
 
@@ -165,7 +167,6 @@ def _children_of(pid: int) -> list[int]:
             for each in threads
             for child in Path(f"/proc/{pid}/task/{each}/children").read_text().split()
         ]
-    except (
-        OSError
-    ):  # it has ended, or this system has no /proc: then the process group is all that is known
+    # It has ended, or this system has no /proc: then the process group is all that is known.
+    except OSError:
         return []

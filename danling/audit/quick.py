@@ -77,7 +77,6 @@ def try_quickly(command: Sequence[str], directory: Path, *, updates: int, timeou
             command, {**settings, "auto_resume": number == 2}, log=log, timeout=timeout
         )
         has_saved = any((run / "checkpoints").glob("latest*"))
-        steps.append(checkpoints_of(run)[-1].step if ended.code == 0 and has_saved else 0)
         if ended.code != 0 or not has_saved:
             how = f"no end in {timeout:g} s" if ended.code is None else f"exit code {ended.code}"
             saved = "" if has_saved else ", and no checkpoint"
@@ -85,6 +84,8 @@ def try_quickly(command: Sequence[str], directory: Path, *, updates: int, timeou
                 f"Expected a program that {what}. Received: {how}{saved}; the end of what it printed:\n{ended.tail.strip()}\n"
                 "Fix that first."
             )
+        steps.append(checkpoints_of(run)[-1].step)
+        # The resumed start would find nothing left to train.
         if number == 1 and steps[0] < updates:
             raise QuickRunFailed(
                 f"Expected a program that makes at least {updates} updates. Received: {steps[0]} until its end. Write --quick {steps[0]}."

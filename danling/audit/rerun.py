@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -126,6 +127,7 @@ def checkpoints_of(run: Path, *, is_ours: bool = False) -> list[Stored]:
             f"Expected a run that no process writes to. Received: {str(run)!r}, whose writer is running. Stop it, or wait for its end."
         )
     found: dict[tuple[int, int], Stored] = {}
+    # A history name first, which stays, where both lead to the same save.
     for path in [
         *sorted((run / "checkpoints").glob("ckpt-*")),
         *sorted((run / "checkpoints").glob("latest*")),
@@ -155,6 +157,7 @@ def stretch_of(
                 "begin from scratch."
             )
     last = stored[-1] if end is None else by_step[end]
+    # From the checkpoint before it, or from scratch.
     if start is None:
         start = max((step for step in by_step if step < last.step), default=0)
     if start >= last.step:
@@ -180,11 +183,13 @@ class Retraining:
             or (None if read_digests(run) else 1),
             "checkpoint.keep_latest_k": 0,
         }
+        # Also one that was drawn, which no setting of the program has.
         if config.get("seed") is not None:
             self.settings["seed"] = config["seed"]
 
     def reached(self) -> Stored | None:
         """Return the checkpoint at the end of what was trained again; `None` where there is none."""
+        # While the program runs, its last save may be under way.
         has_saved = is_run(self.directory) and any((self.directory / "checkpoints").glob("latest*"))
         made = checkpoints_of(self.directory) if has_saved and not is_in_use(self.directory) else []
         return next((m for m in made if (m.step, m.epoch) == (self.end.step, self.end.epoch)), None)
@@ -272,6 +277,7 @@ def audit_runner(
         config = deepcopy(runner.config)
         for key, value in again.settings.items():
             config.set(key, value)
+        # Training again must not change what the program draws next.
         with preserved_streams(runner.device), type(runner)(config) as trained:
             trained.train()
         world.barrier()
@@ -337,10 +343,8 @@ def _below(path: str, key: object) -> str:
 def _share(first: Any, second: Any) -> float | None:
     """Return the norm of the difference as a share of that of the first value, in float64; see `Difference`."""
     if isinstance(first, float) and isinstance(second, (int, float)):
-        first, second = (
-            torch.tensor(first, dtype=torch.float64),
-            torch.tensor(second, dtype=torch.float64),
-        )
+        first, second = (torch.tensor(value, dtype=torch.float64) for value in (first, second))
+    # Of integers, such as counts, no difference is small.
     both = (first, second)
     if not all(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in both):
         return None
@@ -348,8 +352,9 @@ def _share(first: Any, second: Any) -> float | None:
         return None
     kind = torch.complex128 if first.is_complex() or second.is_complex() else torch.float64
     before, after = (value.detach().to("cpu", kind) for value in both)
-    whole, apart = (
-        float(torch.linalg.vector_norm(before)),
-        float(torch.linalg.vector_norm(after - before)),
-    )
-    return apart / whole if whole else float("inf") if apart else 0.0
+    whole = float(torch.linalg.vector_norm(before))
+    apart = float(torch.linalg.vector_norm(after - before))
+    # Such as zeros of two signs, whose bits differ.
+    if apart == 0:
+        return 0.0
+    return apart / whole if whole else math.inf

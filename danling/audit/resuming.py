@@ -27,6 +27,7 @@ from .program import (
 Found = tuple[str, str, str]
 """Name, state (`ok` or `failed`) and detail of a check."""
 
+# Short, since a small program makes many updates a second, and is to be stopped after a few.
 _POLL_SECONDS = 0.01
 _BEGINNING = (
     ": two starts of it differ, so nothing can be said of a resume. Set seed, and draw nothing before `super().__init__`; with several "
@@ -147,6 +148,7 @@ class ResumeCheck:
             raise self._failed(f"it did not end in {self.timeout:g} s after SIGTERM") from None
 
     def _failed(self, received: str) -> ScriptFailed:
+        # A program that came to a good end has only too little to do.
         tail = ProgramEnd(None, self._log).tail.strip()
         fails = "exit code" in received and not received.startswith("exit code 0")
         return ScriptFailed(
