@@ -85,8 +85,11 @@ class RemoteStores:
 
     def stored_seed(self, asked: str | None) -> int | None:
         """Return the seed of the checkpoint that a run on an empty machine will resume from; `None` where there is none."""
-        place = place_of(asked) if asked and "://" in asked else None
-        run = self.home if place is None else StoredRun(self.connect(place.base), place.layout)
+        run = self.home
+        if asked and "://" in asked:
+            place = place_of(asked)
+            run = StoredRun(self.connect(place.base), place.layout)
+        # The small description, so that no checkpoint is downloaded before the run is restored.
         try:
             settings = parse_yaml(
                 run.store.get(run.layout.file("metadata/config.full.yaml")).decode()
@@ -113,6 +116,7 @@ class RemoteStores:
         runner, config = self._runner, self._runner.config
         if config.checkpoint.load_only:
             return
+        # A second view of the run: the thread of the mirror changes what it remembers of the store.
         self._mirror = RunMirror(
             StoredRun(self.home.store, self.home.layout),
             runner.checkpoint_manager,

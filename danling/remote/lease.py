@@ -46,6 +46,7 @@ def unkept(store: RemoteStore, key: str) -> str | None:
     in this way from then on.
     """
 
+    # Each put has other contents, by which a request whose answer was lost is told from another's.
     def content() -> bytes:
         return Writer.me(SECONDS).text()
 
@@ -60,14 +61,13 @@ def unkept(store: RemoteStore, key: str) -> str | None:
 
     with _removed(store, key):
         tag = store.put_if_absent(key, content())
-        try:
+        with suppress(RemoteExists):
             store.put_if_absent(key, content())
             return CREATE
-        except RemoteExists:
-            pass
         for bare in (False, True):
             store.bare_tags = bare
             if is_replaced(tag):
+                # By now the tag is an old one: a store that replaces again compares nothing.
                 if not is_replaced(tag):
                     return None
                 break
@@ -92,12 +92,9 @@ def trials(store: RemoteStore) -> dict[str, Callable[[], tuple[str, str]]]:
             if [entry.key for entry in store.list(prefix)] != [key]:
                 return "failed", "a listing does not have what was put"
             store.delete(key)
-            gone = not any(store.list(prefix))
-        return (
-            ("ok", "put, get, list, delete")
-            if gone
-            else ("failed", "what was deleted is still there")
-        )
+            if any(store.list(prefix)):
+                return "failed", "what was deleted is still there"
+        return "ok", "put, get, list, delete"
 
     def conditions() -> tuple[str, str]:
         missing = unkept(store, f"{prefix}/lock")
@@ -185,13 +182,17 @@ class Writer:
     @property
     def runs(self) -> bool | None:
         """Whether the process runs; `None` where this process cannot see it."""
-        return _born(self.pid) == self.born if self.machine and self.machine == _machine() else None
+        if not self.machine or self.machine != _machine():
+            return None
+        # Numbers of processes come again, with another time of birth.
+        return _born(self.pid) == self.born
 
 
 _FIELDS = {"token": str, "host": str, "machine": str, "pid": int, "born": str, "seconds": float}
 
 
 def _machine() -> str:
+    # Of containers on one machine, each numbers its processes by itself.
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -204,6 +205,7 @@ def _born(pid: int) -> str:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
+    # State and start time (proc(5)). A zombie has ended.
     return "" if fields[0] in "ZX" else fields[19]
 
 
@@ -259,6 +261,7 @@ class Lease:
                 and bool(holder.runs)
                 and holder.pid == os.getpid()
             )
+            # Replaced, not deleted and created: of several processes that see the same, one succeeds.
             if holder is None or holder.runs is False or age > holder.seconds or follows:
                 with suppress(RemoteConflict, RemoteMissing):
                     self._tag = self.store.put_if_match(
@@ -276,6 +279,7 @@ class Lease:
                     holder.host,
                     max(holder.seconds - age, 0.0),
                 )
+            # It was renewed since, or its process runs: that one is alive.
             if tag != waits:
                 raise RemoteConflict(
                     f"Expected to be the one process that writes {self._run}. Received: another one, process {holder.pid} on "
@@ -330,6 +334,7 @@ class Lease:
             return
         # A store that does not answer is not waited for: the lease ends by itself.
         answers = time.monotonic() - self._renewed < 2 * self.seconds / _RENEWALS
+        # The thread may be in a renewal, after which the tag is another one.
         thread.join(_PATIENCE_SECONDS if answers else 0.0)
         if self._error is None and answers and not thread.is_alive():
             with suppress(RemoteError):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("danling")
 
+# Seconds until a failed upload is tried again, and between looks for the files of other ranks.
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 _FIRST_LOOK, _LONGEST_LOOK = 0.05, 2.0
 _PATIENCE = 10
@@ -163,6 +164,7 @@ class RunMirror:
                 f"Expected {self.run.url} to contain no run, since this one begins from scratch. Received: one at step {last.step}. Set "
                 "auto_resume=true to continue it, or give this run another lineage."
             )
+        # An export is no state to continue from.
         last = newest(record for record in there.values() if record.name != "model")
         self.committed_step = last.step if last is not None else None
         # Targets that no name leads to are recorded under their own.
@@ -180,6 +182,7 @@ class RunMirror:
             if isinstance(store, TargetStore)
         }
         self._sweep(None, coming)
+        # The names of one save go up together, as when it was made.
         for _, group in groupby(
             missing, key=lambda pair: (pair[0].sequence, isinstance(pair[1], TargetStore))
         ):
@@ -203,6 +206,7 @@ class RunMirror:
 
     def saved(self, saved: Saved, *, put_off: bool = False) -> None:
         """Hear of a save, on a rank that has written a part of it."""
+        # What is put off goes up at the end, unless a later save has taken its place.
         self._since_last += 1
         if saved.may_give_way and (put_off or self._since_last < self.settings.interval):
             self._put_off = saved
@@ -225,6 +229,7 @@ class RunMirror:
             return
         dropped: list[Upload] = []
         with self._changed:
+            # Ranks that upload parts of a save must all upload the same saves.
             if self._alone:
                 dropped = [waiting for waiting in self._waiting if waiting.saved.may_give_way]
                 self._waiting = deque(
@@ -260,36 +265,33 @@ class RunMirror:
         """Name the files of a target, which are never changed, and stay while `pending` has it."""
         path = self._manager.directory / TARGETS / target
         sums = path / SUMS
+        known: dict[str, tuple[int, str]] = {}
+        visible: dict[str, str] = {}
         # Ranks need not see each other's disks: only rank 0 has the manifest for sure.
-        manifest = (
-            read_manifest(sums, f"{target}/{SUMS}")
-            if self._rank == 0 or storage.size_of(sums)
-            else None
-        )
-        known = manifest.files if manifest is not None else {}
-        parts = {}
-        for file in sorted(saved.own):
-            size, digest = known.get(file, (os.path.getsize(path / file), None))
-            parts[target_key(target, file)] = Part(path / file, size, digest)
-        visible, others = {}, {}
-        if manifest is not None and self._rank == 0:
+        if self._rank == 0 or storage.size_of(sums):
+            manifest = read_manifest(sums, f"{target}/{SUMS}")
+            known = manifest.files
             visible = {
                 visible_key(target): manifest.text(),
                 **dict.fromkeys(saved.names, f"{target}\n"),
             }
-            others = {
-                target_key(target, file): size
-                for file, (size, _) in known.items()
-                if file not in saved.own
-            }
+        parts = {}
+        for file in sorted(saved.own):
+            size, digest = known.get(file, (os.path.getsize(path / file), None))
+            parts[target_key(target, file)] = Part(path / file, size, digest)
+        others = {
+            target_key(target, file): size
+            for file, (size, _) in known.items()
+            if file not in saved.own
+        }
         return Upload(saved, parts, visible, others)
 
     def pending(self) -> frozenset[int]:
         """Return the sequences of saves that are not copied yet, or are to be if none comes after them."""
         with self._changed:
-            uploads = [*self._waiting, *([self._running] if self._running is not None else [])]
-            put_off = {self._put_off.sequence} if self._put_off is not None else set()
-        return frozenset({upload.saved.sequence for upload in uploads} | put_off)
+            uploads = [*self._waiting, self._running]
+            saves = [*(upload.saved for upload in uploads if upload is not None), self._put_off]
+        return frozenset(saved.sequence for saved in saves if saved is not None)
 
     def drop_pending(self) -> list[str]:
         """Give up saves that wait, since the disk has no room for the next one; return their names."""
@@ -351,11 +353,7 @@ class RunMirror:
                 self._thread.join()
             return
         safe = "none" if self.committed_step is None else f"step {self.committed_step}"
-        why = (
-            str(failure)
-            if failure is not None
-            else f"the upload was not done within {timeout} seconds."
-        )
+        why = failure or f"the upload was not done within {timeout} seconds."
         raise RemoteError(
             f"Expected the last save in {self.run.url}. Received: {why} The newest that is safe there: {safe}. The last one is in "
             f"{self._manager.directory}: start again with auto_resume, which uploads it."
@@ -392,6 +390,8 @@ class RunMirror:
             except BaseException as raised:  # none may pass unseen
                 error = raised
                 self._fail(error)
+            # A failed upload is tried again first, in the order of the saves, unless a newer save that
+            # waits makes it needless.
             with self._changed:
                 self._running = None
                 self._failure = error
@@ -436,12 +436,14 @@ class RunMirror:
             return
         self._await_others(upload)
         self._copy_files()
+        # Again, since the waits may have been long: another process may write the run by now.
         self._check_lease()
         # The manifest of a target and then its pointers, or the manifests of a file, `latest` last.
         for key, text in upload.visible.items():
             self.run.put(key, text)
         if "model" not in saved.names:
             self.committed_step = saved.step
+        # A reason that comes back is named again.
         self._warned.clear()
         if self._lines.due() or self._ending or not saved.may_give_way:
             size = sum(part.size for part in upload.parts.values())
@@ -468,6 +470,7 @@ class RunMirror:
 
     def _put(self, key: str, part: Part) -> int:
         """Put a file; return how many bytes went up."""
+        # Keys have the digest of a file, or the random name of a target: the same key, the same contents.
         if key in self.run.sizes:
             return 0
         digest = storage.hash_file(part.file)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import posixpath
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,6 +47,7 @@ def bring_object(store: RemoteStore, found: RemoteObject, name: str, directory: 
     path = directory / name
     if not is_plain_path(name):
         return False
+    # Files of a run grow: one that is longer here has lines that the store lacks.
     here = storage.size_of(path)
     if here is not None and here >= found.size:
         return False
@@ -183,6 +185,7 @@ class RemoteCheckpoints(CheckpointStore):
             storage.remove(path / SUMS)
             storage.remove_tree(path)
         storage.make_directory(path)
+        # In the order of a save: all files, their names, the manifest.
         try:
             for file in found.manifest.files:
                 storage.write_file(path / file, partial(self.run.download, found, file))
@@ -193,6 +196,7 @@ class RemoteCheckpoints(CheckpointStore):
             raise
 
     def bring(self, path: Path) -> None:
+        # The others read from the disk of their machine.
         if not is_first_on_machine():
             return
         local = self._files if path.name.endswith(SUFFIX) else self._targets
@@ -228,9 +232,10 @@ class RemoteSources:
         """The run itself in its store, `None` without one."""
         self._others: dict[str, RemoteCheckpoints] = {}
 
-    def own(self) -> RemoteCheckpoints | None:
-        """Return the store of the run itself."""
-        return None if self.home is None else RemoteCheckpoints(self._directory, self.home)
+    def own(self) -> RemoteCheckpoints:
+        """Return the store of the run itself, where it has one."""
+        assert self.home is not None
+        return RemoteCheckpoints(self._directory, self.home)
 
     def named(self, source: str | Path) -> tuple[RemoteCheckpoints, str]:
         """Return the store to look in for a URL, and the name to look for."""
@@ -302,6 +307,7 @@ def stored_checkpoints(url: str) -> tuple[RemoteCheckpoints, list[Path]]:
     return store, listed
 
 
+# Directories above a run: a bucket that is no place of runs is not listed whole.
 _DEPTH = 5
 
 
@@ -336,4 +342,4 @@ def _runs(store: RemoteStore, prefix: str, depth: int) -> Iterator[str]:
         yield prefix
     elif depth:
         for name in names:
-            yield from _runs(store, f"{prefix}/{name}" if prefix else name, depth - 1)
+            yield from _runs(store, posixpath.join(prefix, name), depth - 1)

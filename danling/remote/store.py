@@ -15,6 +15,7 @@ import importlib
 import logging
 import math
 import os
+import posixpath
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,6 +85,7 @@ _DENIED_CODES = {
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _SKEWED = ("RequestTimeTooSkewed", "Request date header too old")
 """Of S3 and Google Cloud, and of Azure."""
+# Beyond the time of one request: so long the client repeats one that fails at once.
 _RETRY_SECONDS = 20
 STARTING_SECONDS = 30.0
 """How long a run that starts repeats a request, beyond the retries of the client."""
@@ -210,16 +212,15 @@ class RemoteStore:
                 refused=refused,
             )
             return Tag.of(found)
+        # A store that refuses the request has not done it.
         except RemoteDenied:
             raise
-        except RemoteError as error:
+        except RemoteError:
             # A request whose answer was lost may have done its work, and then the next attempt finds its own object in its way.
-            try:
+            with suppress(RemoteError):
                 found, tag = self.get_tagged(key)
-            except RemoteError:
-                raise error from None
-            if found == content:
-                return tag
+                if found == content:
+                    return tag
             raise
 
     def get(self, key: str, *, limit: int = TEXT_LIMIT) -> bytes:
@@ -231,6 +232,7 @@ class RemoteStore:
 
         def read(store: ObjectStore) -> tuple[bytes, Tag]:
             found = _obstore().get(store, key)
+            # Before the contents are read: an object of another program may have any size.
             size = int(found.meta["size"])
             if size > limit:
                 raise RemoteError(
@@ -262,7 +264,7 @@ class RemoteStore:
             return [*names]
         except RemoteBadKey as error:
             self._name_bad_key(error)
-            below = f"{prefix}/" if prefix else ""
+            below = posixpath.join(prefix, "")
             keys = [entry.key.removeprefix(below) for entry in self._list_behind_dots(prefix)]
             return sorted({key.partition("/")[0] for key in keys if "/" in key})
 
@@ -271,6 +273,7 @@ class RemoteStore:
 
         An object whose key has a part `.` or `..`, which another program has made, is named in the log once and left out.
         """
+        # `after` moves on, so that what was listed before a key that cannot be read comes once.
         try:
             for entry in self._list(prefix, after):
                 yield entry
@@ -310,13 +313,13 @@ class RemoteStore:
             return
         yield from objects
         for name in names:
-            yield from self._walk(f"{prefix}/{name}" if prefix else name)
+            yield from self._walk(posixpath.join(prefix, name))
 
     def _list_behind_dots(self, prefix: str) -> Sequence[RemoteObject]:
         """Return the objects below a prefix that come after its parts `.` and `..`; none if there are others further below."""
         try:
             # As keys are ordered, `..` is before `./`, and that before `.0`; names of a run come later.
-            return [*self._list(prefix, f"{prefix}/.0" if prefix else ".0")]
+            return [*self._list(prefix, posixpath.join(prefix, ".0"))]
         except RemoteBadKey as error:
             self._name_bad_key(error)
             return []
@@ -353,6 +356,7 @@ class RemoteStore:
             )
         _user = os.getpid()
         end = math.inf
+        # A stream that has begun cannot be asked again from its beginning.
         may_renew = patient and self._credentials is not None
         while True:
             try:
@@ -382,7 +386,9 @@ class RemoteStore:
                 time.sleep(_PAUSE_SECONDS)
 
 
+# Parts of an upload are in memory: four of 16 MiB.
 _PARTS_AT_ONCE = 4
+# As many as S3 returns in one answer.
 _PAGE = 1000
 
 
@@ -463,6 +469,7 @@ def _error_of(
     from obstore import exceptions
 
     text, received = str(error), _first_line(error)
+    # The code of the store says more than the status: obstore puts the store's answer into the text.
     code = _CODE.search(text)
     named = code.group(1) if code else ""
     if named and named not in received:
@@ -486,6 +493,7 @@ def _error_of(
             "Make the bucket, or name another one" if no_bucket else "Name an object that is there"
         )
         return RemoteMissing(f"{expected} {fix}.")
+    # Some stores answer a refused creation as a condition that does not hold.
     changed = RemoteExists if refused is RemoteExists else RemoteConflict
     others: list[tuple[type[Exception], type[RemoteError], str]] = [
         (exceptions.InvalidPathError, RemoteBadKey, "Remove that object."),
@@ -493,11 +501,10 @@ def _error_of(
         (exceptions.PreconditionError, changed, "Another process has changed it."),
         (exceptions.NotSupportedError, RemoteError, "This kind of store cannot do that."),
         (NotImplementedError, RemoteError, "This kind of store cannot do that."),
+        (Exception, RemoteUnavailable, "Look whether the store can be reached and has room."),
     ]
-    for raised, kind, fix in others:
-        if isinstance(error, raised):
-            return kind(f"{expected} {fix}")
-    return RemoteUnavailable(f"{expected} Look whether the store can be reached and has room.")
+    kind, fix = next((kind, fix) for raised, kind, fix in others if isinstance(error, raised))
+    return kind(f"{expected} {fix}")
 
 
 def _first_line(error: Exception) -> str:

@@ -134,6 +134,7 @@ class StoredRun:
 
     def forget(self) -> None:
         """List and read anew from now on."""
+        # The value of the cached property.
         self.__dict__.pop("sizes", None)
         self._texts, self._manifests = {}, {}
 
@@ -208,12 +209,10 @@ class StoredRun:
         for name, (size, _) in sorted(found.manifest.files.items()):
             key = found.key(name)
             there = self.sizes.get(key)
-            if there != size:
-                problems.append(
-                    f"{key} is missing"
-                    if there is None
-                    else f"{key} has {there} bytes instead of {size}"
-                )
+            if there is None:
+                problems.append(f"{key} is missing")
+            elif there != size:
+                problems.append(f"{key} has {there} bytes instead of {size}")
         return problems
 
     def chunks(self, found: Described, file: str) -> Iterator[memoryview]:
@@ -229,6 +228,7 @@ class StoredRun:
         (size, digest), key = found.manifest.files[file], found.key(file)
         for piece in self.chunks(found, file):
             writer.write(piece)
+        # The size first: it tells a cut file from a changed one.
         if writer.size != size:
             raise CheckpointDamaged(f"{key} has {writer.size} bytes instead of {size}")
         if writer.sha256 != digest:
@@ -265,6 +265,7 @@ class StoredRun:
     def put(self, key: str, content: str | Path) -> None:
         """Put an object of the checkpoints: a small text, or a file."""
         raw = content.encode() if isinstance(content, str) else content
+        # Before the put: a listing that follows would have the object already.
         sizes = self.sizes
         try:
             self.store.put(f"{self.layout.checkpoints}/{key}", raw)
@@ -278,6 +279,7 @@ class StoredRun:
 
     def retire(self, *, keep: int, up_to: int | None, spared: Collection[str | None]) -> None:
         """Remove the history that is given up, and then what no name leads to."""
+        # In a run without any name, all objects may be those of the first save, which is coming.
         named = self.named()
         records = [found.record for found in named]
         if not records:
@@ -305,12 +307,9 @@ def owner_of(key: str) -> str | None:
     """Return the digest or the target that an object is a part of; `None` for names and for keys of no known form."""
     head, _, rest = key.partition("/")
     owner, _, file = rest.partition("/")
-    is_part = (
-        _DIGEST.fullmatch(rest)
-        if head == OBJECTS
-        else head == TARGETS and is_target(owner) and file
-    )
-    return owner if is_part else None
+    is_object = head == OBJECTS and _DIGEST.fullmatch(rest)
+    is_part = head == TARGETS and is_target(owner) and file
+    return owner if is_object or is_part else None
 
 
 def _is_later(owner: str, up_to: int | None) -> bool:
@@ -334,6 +333,7 @@ def place_of(url: str) -> Place:
     rest = urlsplit(url).path if scheme == "file" else rest
     parts = [part for part in rest.split("/") if part]
     below: list[str] = []
+    # The last one: a bucket or a lineage may be called so too.
     if CHECKPOINTS in parts[2:]:
         cut = len(parts) - 1 - parts[::-1].index(CHECKPOINTS)
         below, parts = parts[cut + 1 :], parts[:cut]

@@ -46,7 +46,9 @@ class Remote:
         directory = directory or self.root / f"machine-{self.machines}" / "checkpoints"
         manager = make_manager(self.kind, directory, keep=0, run=run)
         known = StoredRun(open_store(self.url), LAYOUT) if home else None
-        manager.checkpoints.look_in(lambda: RemoteSources(directory, home=known), own=True)
+        manager.checkpoints.look_in(
+            lambda: RemoteSources(directory, home=known), own=known is not None
+        )
         return manager
 
     def object_of(self, step: int) -> Path:
