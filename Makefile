@@ -30,8 +30,8 @@ demo: $(VENV)/.core
 train: $(VENV)/.core
 	OMP_NUM_THREADS=1 $(BIN)/python examples/gpt.py $(TRAIN_ARGS)
 
-# Four at a time, since many wait for the processes that they start; without those marked slow, which are further variants of what the
-# others show. `make test-all` runs everything.
+# Four at a time, since many wait for the processes that they start, in forks of one process that loads the tests, which takes half a
+# minute; without those marked slow, which are further variants of what the others show. `make test-all` runs everything.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal -m "not slow" $(TEST_ARGS)
 
