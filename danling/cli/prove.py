@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """Check and print."""
     from danling.prove.check import LayoutProof  # torch
     from danling.prove.comparison import Report
-    from danling.prove.inside.recorder import Job
+    from danling.prove.inside.tape import Job
     from danling.prove.resume import ResumeProof, ResumeReport
     from danling.prove.starts import Script, private_directory
 

@@ -36,7 +36,7 @@ def batches(iterable: Iterable[_T]) -> Iterable[_T]:
 
 
 class _Batches(Iterable[Any]):
-    """An iterable whose batches the recorder sees."""
+    """An iterable whose batches the tape sees."""
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         self._iterable = iterable

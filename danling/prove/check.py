@@ -23,7 +23,7 @@ from .comparison import (
     refuse,
     sample_note,
 )
-from .inside.recorder import Job
+from .inside.tape import Job
 from .starts import Script, reason_of
 
 _OTHER_STARTS = "the ranks begin with different weights"

@@ -12,7 +12,7 @@ from typing import Any
 from danling.audit.layout_check import NotChecked
 from danling.audit.program import announce
 
-from .inside.recorder import Job
+from .inside.tape import Job
 from .starts import Script, reason_of
 
 _ORDER = ("samples", "loss", "gradients", "weights")

@@ -1,4 +1,4 @@
-"""Starts a script with the recorder in its processes, waits for the records, and ends all of its processes."""
+"""Starts a script with the tape in its processes, waits for the records, and ends all of its processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from danling.audit.program import (
 from danling.utils.process import held_port
 
 from .guard import end_marked
-from .inside.recorder import VARIABLE, Job
+from .inside.tape import VARIABLE, Job
 
 _SITE = Path(__file__).parent / "site"
 _POLL_SECONDS = 0.05

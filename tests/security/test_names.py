@@ -139,11 +139,11 @@ FUNCTIONS = {
         "FileChannel._opened_to_write",
     ],
     "prove/guard": ["marked"],
-    "prove/inside/recorder": [
-        "Recorder._claim",
-        "Recorder._end",
-        "Recorder._mark",
-        "Recorder._write_digests",
+    "prove/inside/tape": [
+        "Tape._claim",
+        "Tape._end",
+        "Tape._mark",
+        "Tape._write_digests",
     ],
     "prove/starts": ["Script.start", "mirror", "private_directory"],
     "stream/sqlite_channel": ["SQLiteChannel.__init__"],
@@ -291,12 +291,12 @@ WRITERS = {
         "_user_key: os.open",
     ],
     # In a scratch directory, which is new or private.
-    "prove/inside/recorder": [
-        "Recorder._claim: open",
-        "Recorder._end: write_bytes",
-        "Recorder._end: write_text",
-        "Recorder._mark: write_text",
-        "Recorder._write_digests: open",
+    "prove/inside/tape": [
+        "Tape._claim: open",
+        "Tape._end: write_bytes",
+        "Tape._end: write_text",
+        "Tape._mark: write_text",
+        "Tape._write_digests: open",
     ],
     "remote/mirror": ["RunMirror._written: touch"],  # under a random name
     "remote/sources": ["runs_below: touch"],  # in a temporary directory

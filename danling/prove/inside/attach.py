@@ -1,4 +1,4 @@
-"""Attaches the recorder to torch and to the stacks of a script, each once it has been imported; see `site/sitecustomize.py`."""
+"""Attaches the tape to torch and to the stacks of a script, each once it has been imported; see `site/sitecustomize.py`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from . import stacks
-from .recorder import VARIABLE, Job, Recorder, is_forward
 from .samples import CannotCompare
+from .tape import VARIABLE, Job, Tape, is_forward
 
 
 @functools.cache
-def active() -> Recorder:
-    """Return the recorder of this process."""
-    return Recorder(Job(**json.loads(os.environ[VARIABLE])))
+def active() -> Tape:
+    """Return the tape of this process."""
+    return Tape(Job(**json.loads(os.environ[VARIABLE])))
 
 
 def watched(source: Iterator[Any]) -> Iterator[Any]:
     """Yield from an iterator that is no `DataLoader`'s, recorded or replayed."""
-    recorder = active()
+    tape = active()
     key = _Key()
     while True:
         try:
-            batch = recorder.fetch(key, lambda: next(source))
+            batch = tape.fetch(key, lambda: next(source))
         except StopIteration:
             return
         yield batch
@@ -43,7 +43,7 @@ class _Key:
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have an error of the recorder be known as one, and not as one of the script."""
+    """Have an error of the tape be known as one, and not as one of the script."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -51,65 +51,65 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         except CannotCompare as error:
             active().fail(str(error))
         except Exception:
-            active().fail("the recorder fails:\n" + traceback.format_exc())
+            active().fail("the recording fails:\n" + traceback.format_exc())
 
     return call
 
 
 def torch_loaded() -> None:
-    """Attach the recorder."""
-    recorder = active()
-    _watch_loaders(recorder)
-    _watch_modules(recorder)
-    _watch_clipping(recorder)
-    _watch_steps(recorder)
-    if recorder.job.checks and not recorder.job.keeps_dropout:
+    """Attach the tape."""
+    tape = active()
+    _watch_loaders(tape)
+    _watch_modules(tape)
+    _watch_clipping(tape)
+    _watch_steps(tape)
+    if tape.job.checks and not tape.job.keeps_dropout:
         _switch_dropout_off()
 
 
-def _watch_loaders(recorder: Recorder) -> None:
+def _watch_loaders(tape: Tape) -> None:
     from torch.utils.data import DataLoader
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    if not recorder.job.checks:
+    if not tape.job.checks:
         return
     fetch, length, start = _BaseDataLoaderIter.__next__, DataLoader.__len__, DataLoader.__init__
 
     # Lightning reads the signature, to make a loader anew with another sampler.
     @functools.wraps(start)
     def started(self: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.loaders.made(self)
+        tape.loaders.made(self)
         start(self, *args, **kwargs)
 
     @functools.wraps(fetch)
     def following(self: Any) -> Any:
-        return recorder.fetch(self, lambda: fetch(self))
+        return tape.fetch(self, lambda: fetch(self))
 
     @functools.wraps(length)
     def counted(self: Any) -> int:
-        return recorder.loaders.length(self, lambda: length(self))
+        return tape.loaders.length(self, lambda: length(self))
 
     _BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign]
     DataLoader.__len__ = counted  # type: ignore[method-assign]
     DataLoader.__init__ = started  # type: ignore[method-assign]
 
 
-def _watch_modules(recorder: Recorder) -> None:
+def _watch_modules(tape: Tape) -> None:
     call, backward = nn.Module.__call__, torch.autograd.backward
-    enters, note = _guarded(recorder.enters), _guarded(recorder.backward)
-    end = _guarded(recorder.backward_ended)
+    enters, note = _guarded(tape.enters), _guarded(tape.backward)
+    end = _guarded(tape.backward_ended)
 
     @functools.wraps(call)
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return call(self, *args, **kwargs)
         enters(self, (args, kwargs))
-        recorder._depth += 1
+        tape._depth += 1
         try:
             output = call(self, *args, **kwargs)
         finally:
-            recorder._depth -= 1
-        recorder.leaves(output)
+            tape._depth -= 1
+        tape.leaves(output)
         return output
 
     @functools.wraps(backward)
@@ -125,7 +125,7 @@ def _watch_modules(recorder: Recorder) -> None:
     torch.autograd.backward = begun
     kinds: list[Any] = [nn.Module, torch.optim.Optimizer]
     for kind in kinds:
-        kind.zero_grad = _noting(recorder.forgets, kind.zero_grad)
+        kind.zero_grad = _noting(tape.forgets, kind.zero_grad)
 
 
 def _noting(note: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,14 +137,14 @@ def _noting(note: Callable[[], None], function: Callable[..., Any]) -> Callable[
     return call
 
 
-def _watch_clipping(recorder: Recorder) -> None:
+def _watch_clipping(tape: Tape) -> None:
     clip_norm, clip_value = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
     with_norm = nn.utils.clip_grads_with_norm_
 
     def keep(parameters: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if recorder.job.checks and not recorder.inside:
-            recorder.clipping(stacks.gradients_of(params))
+        if tape.job.checks and not tape.inside:
+            tape.clipping(stacks.gradients_of(params))
         return params
 
     keep = _guarded(keep)
@@ -152,9 +152,9 @@ def _watch_clipping(recorder: Recorder) -> None:
     @functools.wraps(clip_norm)
     def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
         params = keep(parameters)
-        with recorder.unseen():
+        with tape.unseen():
             norm = clip_norm(params, *args, **kwargs)
-        recorder.clipped(norm)
+        tape.clipped(norm)
         return norm
 
     @functools.wraps(clip_value)
@@ -166,26 +166,26 @@ def _watch_clipping(recorder: Recorder) -> None:
         parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any
     ) -> None:
         with_norm(keep(parameters), max_norm, total_norm, *args, **kwargs)
-        recorder.clipped(total_norm)
+        tape.clipped(total_norm)
 
     for module in (nn.utils, nn.utils.clip_grad):
         for function in (clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_):
             setattr(module, function.__name__, function)
 
 
-def _watch_steps(recorder: Recorder) -> None:
+def _watch_steps(tape: Tape) -> None:
     from torch.optim import optimizer as hooks
 
-    before, after = _guarded(recorder.before), _guarded(recorder.after)
+    before, after = _guarded(tape.before), _guarded(tape.after)
 
     def begins(optimizer: Any, args: Any, kwargs: Any) -> Any:
         # A step within that of another optimizer, such as ZeroRedundancyOptimizer, is a part of it.
-        if recorder.inside or (recorder.running is not None and recorder.running is not optimizer):
+        if tape.inside or (tape.running is not None and tape.running is not optimizer):
             return None
-        recorder.running = optimizer
+        tape.running = optimizer
         # `args[0]` is the optimizer.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        trained = recorder.trained_by(optimizer)
+        trained = tape.trained_by(optimizer)
         if not callable(closure):
             before(trained)
             return None
@@ -202,9 +202,9 @@ def _watch_steps(recorder: Recorder) -> None:
         return (args[0], closed, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def ended(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if recorder.running is optimizer:
-            recorder.running = None
-            after(recorder.trained_by(optimizer))
+        if tape.running is optimizer:
+            tape.running = None
+            after(tape.trained_by(optimizer))
 
     hooks.register_optimizer_step_pre_hook(begins)
     hooks.register_optimizer_step_post_hook(ended)
@@ -251,19 +251,19 @@ def fsdp_loaded() -> None:
     clip = kind.clip_grad_norm_
 
     def clip_grad_norm_(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        recorder = active()
+        tape = active()
         with stacks.whole_parameters(self if self in stacks.fsdp_roots() else None):
             named = self.named_parameters()
-            recorder.clipping(
+            tape.clipping(
                 {
                     stacks.clean(name): stacks.piece(p.grad, p)
                     for name, p in named
                     if p.grad is not None
                 }
             )
-        with recorder.unseen():
+        with tape.unseen():
             norm = clip(self, *args, **kwargs)
-        recorder.clipped(norm)
+        tape.clipped(norm)
         return norm
 
     kind.clip_grad_norm_ = clip_grad_norm_
@@ -272,8 +272,8 @@ def fsdp_loaded() -> None:
 def accelerate_loaded() -> None:
     """Record what `dispatch_batches` hands to each rank, and not what the first one reads."""
     kind: Any = getattr(sys.modules["accelerate.data_loader"], "DataLoaderDispatcher", None)
-    recorder = active()
-    if kind is None or recorder.job.replays or not recorder.job.checks:
+    tape = active()
+    if kind is None or tape.job.replays or not tape.job.checks:
         return
     iterate = kind.__iter__
 
@@ -281,12 +281,12 @@ def accelerate_loaded() -> None:
         source = iterate(self)
 
         def following() -> Any:
-            with recorder.unseen():
+            with tape.unseen():
                 return next(source)
 
         while True:
             try:
-                yield recorder.fetch(source, following)
+                yield tape.fetch(source, following)
             except StopIteration:
                 return
 
@@ -305,18 +305,18 @@ def deepspeed_loaded() -> None:
     engines: weakref.WeakKeyDictionary[Any, stacks.Engine] = weakref.WeakKeyDictionary()
 
     def stepped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = active()
+        tape = active()
         trained = engines.setdefault(self, stacks.Engine(self))
         is_update = self.is_gradient_accumulation_boundary()
         if is_update:
-            recorder.before(trained)
-        with recorder.unseen():
+            tape.before(trained)
+        with tape.unseen():
             made = step(self, *args, **kwargs)
         if is_update:
             norm = getattr(self, "get_global_grad_norm", lambda: None)()
             if norm is not None and getattr(self, "gradient_clipping", lambda: 0.0)():
-                recorder.clipped(norm)
-            recorder.after(trained)
+                tape.clipped(norm)
+            tape.after(trained)
         return made
 
     kind.step = stepped

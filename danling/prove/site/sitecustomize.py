@@ -1,6 +1,6 @@
 """Python runs this file at its start where `danling prove` has put this directory on PYTHONPATH.
 
-Once torch (or a stack) has been imported, the recorder attaches to it; nothing is imported earlier than the script does. The
+Once torch (or a stack) has been imported, the tape attaches to it; nothing is imported earlier than the script does. The
 `sitecustomize` that this one hides is run too, and this directory leaves `sys.path`.
 """
 

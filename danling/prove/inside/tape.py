@@ -69,8 +69,8 @@ class Job:
         return self.source is not None
 
 
-class Recorder:
-    """Sees the batches, backward passes and steps of a script."""
+class Tape:
+    """Records the batches, backward passes and steps of a script, and replays batches. It is no tape of autograd."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

@@ -22,9 +22,9 @@ from support.warm import interpreter
 import danling.prove
 from danling.prove.comparison import Update, layout_notes
 from danling.prove.guard import marked
-from danling.prove.inside.recorder import _divisors_of
 from danling.prove.inside.samples import CannotCompare, Loaders, join
 from danling.prove.inside.stacks import assembled
+from danling.prove.inside.tape import _divisors_of
 from danling.prove.starts import mirror, one_process
 
 pytestmark = pytest.mark.timeout(500)
@@ -54,7 +54,7 @@ def trained(
     return weights
 
 
-def test_recorder_changes_no_weight(tmp_path: Path) -> None:
+def test_tape_changes_no_weight(tmp_path: Path) -> None:
     """With dropout and clipping, in the mode that compares resumes; the script has its own `sitecustomize` too."""
     own = tmp_path / "own"
     own.mkdir()
