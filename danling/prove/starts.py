@@ -97,7 +97,7 @@ class Script:
 
     def copied(self, name: str) -> Path:
         """Return a copy of the working directory; files that are links to the originals are named once."""
-        linked = mirror(Path.cwd(), self.scratch / name)
+        linked = copy_directory(Path.cwd(), self.scratch / name)
         if linked:
             _name_links(tuple(linked))
         return self.scratch / name
@@ -287,7 +287,7 @@ def private_directory(directory: Path) -> Path:
     return directory
 
 
-def mirror(source: Path, target: Path) -> list[Path]:
+def copy_directory(source: Path, target: Path) -> list[Path]:
     """Copy a directory, so that what a script writes does not change it; return what is a link to the original, since it is too large.
 
     The directory of the target is left out. Environments, `.git` and links to directories elsewhere are links, too.

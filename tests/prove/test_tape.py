@@ -25,7 +25,7 @@ from danling.prove.guard import marked
 from danling.prove.inside.samples import CannotCompare, Loaders, join
 from danling.prove.inside.stacks import assembled
 from danling.prove.inside.tape import _divisors_of
-from danling.prove.starts import mirror, one_process
+from danling.prove.starts import copy_directory, one_process
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -217,7 +217,7 @@ def test_script_runs_in_a_copy_of_its_directory(
     (source / "last").symlink_to("data")
     (source / "others").symlink_to(outside)
     copy = source / "data" / "scratch" / "work"
-    assert mirror(source, copy) == []
+    assert copy_directory(source, copy) == []
     for name in ("small", "model.pt"):
         # Through the link, too, which leads to the copy.
         (copy / "last" / name).write_text("b")
@@ -227,7 +227,9 @@ def test_script_runs_in_a_copy_of_its_directory(
     assert (copy / ".venv").is_symlink() and (copy / "others").resolve() == outside
     assert not (copy / "data" / "scratch").exists()
     monkeypatch.setattr("danling.prove.starts._COPIED_BYTES", 1 << 20)
-    assert mirror(source, source / "data" / "scratch" / "second") == [source / "data" / "model.pt"]
+    assert copy_directory(source, source / "data" / "scratch" / "second") == [
+        source / "data" / "model.pt"
+    ]
 
 
 def test_each_iterator_has_its_own_batches_though_others_have_ended(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ FUNCTIONS = {
         "Tape._mark",
         "Tape._write_digests",
     ],
-    "prove/starts": ["Script.start", "mirror", "private_directory"],
+    "prove/starts": ["Script.start", "copy_directory", "private_directory"],
     "stream/sqlite_channel": ["SQLiteChannel.__init__"],
     "supervision/failures": ["_write_error_file", "write_memory_snapshot"],
     "supervision/heartbeat": ["Heartbeat.__init__", "Heartbeat._write"],
