@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from danling.prove.differences import Part
 from danling.utils.observers import Observer
 from danling.utils.tensors import canonical_name, default_dtype, dtype_of, local_part
 from danling.utils.trees import tensors
@@ -32,23 +33,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = "weights.pt"
 """File with the weights that the run on one process began with."""
-
-
-class Part(NamedTuple):
-    """A rank's part of a tensor: where it begins, the shape of the whole, and the part."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    tensor: Tensor
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return the same part of a whole tensor of shape `self.shape`."""
-        return whole[
-            tuple(
-                slice(start, start + length)
-                for start, length in zip(self.offset, self.tensor.shape)
-            )
-        ]
 
 
 @dataclass(frozen=True)

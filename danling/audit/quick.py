@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from danling.prove.program import announce, run_program, scratch_settings
 from danling.training.extension import Extension
 from danling.utils.observers import Observer
 from danling.workspace.runs import Run
 
-from .program import announce, run_program, scratch_settings
 from .rerun import checkpoints_of
 
 if TYPE_CHECKING:

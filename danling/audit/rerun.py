@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from danling.checkpoints.reading import locate, read_payload
+from danling.prove.program import announce, run_program, scratch_settings
 from danling.reporting.progress import format_duration
 from danling.training.keys import preserved_streams
 from danling.workspace.run_directory import is_in_use
@@ -23,7 +24,6 @@ from danling.workspace.runs import Run, is_run
 
 from .digests import read_digests
 from .divergence import Comparison, compare_runs
-from .program import announce, run_program, scratch_settings
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner

@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from .digests import read_digests
-from .divergence import compare_digests
-from .program import (
+from danling.prove.program import (
     ProgramEnd,
     announce,
     end_program,
@@ -23,6 +21,9 @@ from .program import (
     scratch_settings,
     start_program,
 )
+
+from .digests import read_digests
+from .divergence import compare_digests
 
 Found = tuple[str, str, str]
 """Name, state (`ok` or `failed`) and detail of a check."""

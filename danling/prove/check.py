@@ -10,9 +10,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from danling.audit.layout_check import NotChecked
-from danling.audit.program import announce
-
 from .comparison import (
     Comparison,
     Fit,
@@ -23,7 +20,9 @@ from .comparison import (
     refuse,
     sample_note,
 )
+from .differences import NotChecked
 from .inside.tape import Job
+from .program import announce
 from .starts import Script, reason_of
 
 _OTHER_STARTS = "the ranks begin with different weights"

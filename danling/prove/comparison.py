@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danling.audit.layout_check import Finding, NotChecked, Rounding, compare, finding_lines
-from danling.audit.layout_record import Part
-
+from .differences import Finding, NotChecked, Part, Rounding, compare, finding_lines
 from .inside.stacks import assembled, placed
 
 _RELATIVE = 1e-5

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from danling.audit.layout_check import NotChecked
-from danling.audit.program import announce
-
+from .differences import NotChecked
 from .inside.tape import Job
+from .program import announce
 from .starts import Script, reason_of
 
 _ORDER = ("samples", "loss", "gradients", "weights")

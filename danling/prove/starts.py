@@ -19,8 +19,12 @@ from pathlib import Path
 
 import torch
 
-from danling.audit.layout_check import NotChecked
-from danling.audit.program import (
+from danling.utils.process import held_port
+
+from .differences import NotChecked
+from .guard import end_marked
+from .inside.tape import VARIABLE, Job
+from .program import (
     ProgramEnd,
     announce,
     end_program,
@@ -28,10 +32,6 @@ from danling.audit.program import (
     rank_variables,
     start_program,
 )
-from danling.utils.process import held_port
-
-from .guard import end_marked
-from .inside.tape import VARIABLE, Job
 
 _SITE = Path(__file__).parent / "site"
 _POLL_SECONDS = 0.05

@@ -13,13 +13,11 @@ from support.processes import run_processes
 from danling.audit.layout_check import (
     Layout,
     LayoutReport,
-    NotChecked,
-    Rounding,
-    compare,
     compare_records,
     directory_of,
 )
-from danling.audit.layout_record import Part, Record
+from danling.audit.layout_record import Record
+from danling.prove.differences import NotChecked, Part, Rounding, compare
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,8 +11,8 @@ import pytest
 from support.recorded import danling
 from support.warm import interpreter
 
-from danling.audit.program import kill_program, start_program
 from danling.audit.resuming import ResumeCheck, ScriptFailed
+from danling.prove.program import kill_program, start_program
 
 PROGRAM = """
 import sys

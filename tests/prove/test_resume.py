@@ -8,7 +8,7 @@ import pytest
 from support.proved import proved
 from support.warm import interpreter
 
-from danling.audit.layout_check import NotChecked
+from danling.prove.differences import NotChecked
 from danling.prove.resume import ResumeProof
 from danling.prove.starts import Script
 

@@ -50,7 +50,7 @@ FUNCTIONS = {
     "audit/digests": ["read_digests"],
     "audit/layout_check": ["_train"],
     "audit/layout_record": ["LayoutRecorder._write"],
-    "audit/program": ["ProgramEnd.tail", "start_program"],
+    "prove/program": ["ProgramEnd.tail", "start_program"],
     "audit/rerun": ["audit_runner"],
     "checkpoints/dcp_target": [
         "HashingFileSystem.create_stream",
@@ -280,7 +280,7 @@ def test_the_parser_takes_plain_names() -> None:
 
 WRITERS = {
     "audit/layout_record": ["LayoutRecorder._write: touch"],  # in a scratch directory
-    "audit/program": ["start_program: open"],  # what a program prints, in a scratch directory
+    "prove/program": ["start_program: open"],  # what a program prints, in a scratch directory
     "checkpoints/storage": ["open_new: os.open", "opened: os.open", "write_mark: os.open"],
     "cli/main": ["_main: os.open"],  # /dev/null
     "config/runner_config": ["RunnerConfig.json: open"],  # named by the user

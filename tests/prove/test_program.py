@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.patience import patience
 
-from danling.audit.program import run_program
+from danling.prove.program import run_program
 
 SHOWS = "import os; print(os.environ['DANLING_SETTINGS'], os.environ['MARK']); raise SystemExit(7)"
 
