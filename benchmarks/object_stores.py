@@ -117,9 +117,7 @@ class Run:
     @property
     def is_busy(self) -> bool:
         """Whether a save is written or copied."""
-        return self._writing or (
-            self.manager.mirror is not None and bool(self.manager.mirror.pending())
-        )
+        return self._writing or (bool(self.manager.copier.pending()))
 
     def save(self) -> float:
         """Save a state that differs from all before, and return for how many milliseconds the loop stood still."""
@@ -140,7 +138,7 @@ def copies(run: Run, store: RemoteStore) -> tuple[list[float], list[float]]:
         run.save()
         run.manager.wait()
         begin = time.perf_counter()
-        run.manager.wait_for_mirror()
+        run.manager.wait_for_copies()
         ours.append(file.stat().st_size / 1e6 / (time.perf_counter() - begin))
         begin = time.perf_counter()
         obstore.put(
@@ -180,7 +178,7 @@ def train(run: Run | None) -> Trained:
         spent += times[-1]
     if run is not None:
         run.manager.wait()
-        run.manager.wait_for_mirror()
+        run.manager.wait_for_copies()
     return Trained(len(times) / spent, max(times) * 1e3, statistics.median(stops) if stops else 0.0)
 
 
@@ -191,7 +189,7 @@ def copied(place: Path, url: str, megabytes: int) -> dict[str, float]:
     run.save()
     run.manager.wait()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    run.manager.wait_for_mirror()
+    run.manager.wait_for_copies()
     plain, ours = copies(run, store)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
     rounds = [(train(None), train(uncopied), train(run)) for _ in range(2)]

@@ -167,9 +167,9 @@ class TorchDistributedCheckpointManager(CollectiveCheckpointManager):
             if isinstance(error, CheckpointException):
                 raise _explained(error, path) from None
             raise
-        put_off = self._is_mirror_behind(self._exchange)
+        put_off = self._is_copier_behind(self._exchange)
         # Each rank uploads what it has written: it need not see the disks of the others.
-        files = () if self.mirror is None else storage.names(path) - {SUMS}
+        files = storage.names(path) - {SUMS} if self.copier.copies else ()
         own = [name for name in files if written_by(name) == self.domain.rank]
         self._publish(record, names, payload, own, put_off=put_off)
         self._follow(record.sequence, self._exchange)

@@ -21,6 +21,7 @@ from danling.distributed import Domain
 
 from . import storage
 from .checkpoint_store import CheckpointStore
+from .copier import SaveCopier, Saved
 from .directory import CheckpointDirectory
 from .errors import CheckpointDiskError, CheckpointError, disk_error
 from .executor import SaveExecutor
@@ -76,29 +77,6 @@ class CheckpointSettings:
         return self.async_mode != "disabled"
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A save that is complete on the disk.
-
-    Attributes:
-        sequence: Number of the save, as `Record.sequence`.
-        names: Its names, in the order in which they became visible.
-        target: Name of the target; `None` for a single file.
-        own: The files of the target that this rank has written, without the manifest.
-    """
-
-    sequence: int
-    step: int
-    names: tuple[str, ...]
-    target: str | None = None
-    own: tuple[str, ...] = ()
-
-    @property
-    def may_give_way(self) -> bool:
-        """Whether a newer save may take its place: it is no history, no best and no export."""
-        return self.names == ("latest",)
-
-
 class CheckpointManager(ABC):
     """Writes and reads the checkpoints of one run. Every method is called on all ranks, and fails on all or on none.
 
@@ -148,8 +126,8 @@ class CheckpointManager(ABC):
         self._buffers = SnapshotBuffers()
         self._closed = False
         self._said_need = False
-        self.mirror: Any = None
-        """Copies saves to an object store, on all ranks or on none; see `danling.remote.mirror.RunMirror`."""
+        self.copier = SaveCopier()
+        """Hears of every save; `danling.remote` puts another one in its place."""
         self.before_save: Callable[[], None] = _nothing
         """Called on rank 0 before a save begins; what it raises refuses the save on all ranks."""
         self.planned_history: Callable[[], int] = int
@@ -220,7 +198,7 @@ class CheckpointManager(ABC):
             storage.require_space(self.directory, needed)
         except CheckpointError:
             # A save on this disk is worth more than the copy of an older one.
-            given_up = self.mirror.drop_pending() if self.mirror is not None else []
+            given_up = self.copier.drop_pending()
             if not given_up:
                 raise
             logger.warning(
@@ -228,28 +206,13 @@ class CheckpointManager(ABC):
                 self.directory,
                 ", ".join(given_up),
             )
-            # What the mirror has dropped is not protected any more.
+            # What the copier has dropped is not protected any more.
             self._prune()
             storage.require_space(self.directory, needed)
         return self.checkpoints.next_records(names, epoch=epoch, global_step=global_step)
 
     def _prune(self) -> None:
-        kept = frozenset() if self.mirror is None else self.mirror.pending()
-        self.checkpoints.prune(kept)
-
-    def _mirrored(
-        self,
-        record: Record,
-        names: Sequence[str],
-        *,
-        target: str | None = None,
-        own: Iterable[str] = (),
-        put_off: bool,
-    ) -> None:
-        """Tell the mirror of a save, before retention. Called on each rank that has written a part, maybe in the background."""
-        if self.mirror is not None:
-            saved = Saved(record.sequence, record.step, tuple(names), target, tuple(own))
-            self.mirror.saved(saved, put_off=put_off)
+        self.checkpoints.prune(self.copier.pending())
 
     def _saved(self, payload: Mapping[str, object], names: Iterable[str]) -> None:
         """Do what follows when a payload is on the disk under its names. Called on rank 0, maybe in the background."""
@@ -335,18 +298,18 @@ class CheckpointManager(ABC):
     def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:  # noqa: B027
         """Refuse weights that no checkpoint of this kind can hold, with `ValueError`, before anything is trained. No communication."""
 
-    def wait_for_mirror(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until the last save is copied to the object store, or cannot be, which `close` raises; at most `checkpoint.wait_timeout`.
 
         The ranks leave together: one that has little to upload would wait for the others in its next collective, which fails after a while.
         """
-        if self.mirror is None:
+        if not self.copier.copies:
             return
         timeout = self.settings.wait_timeout
         if self.domain.size == 1:
-            self.mirror.wait(timeout)
+            self.copier.wait(timeout)
             return
-        waiting = threading.Thread(target=self.mirror.wait, args=(timeout,), daemon=True)
+        waiting = threading.Thread(target=self.copier.wait, args=(timeout,), daemon=True)
         waiting.start()
         while any(self.domain.gather_objects(waiting.is_alive())):
             waiting.join(_SECONDS_BETWEEN_SIGNS)
@@ -372,11 +335,10 @@ class CheckpointManager(ABC):
             if error is not None:
                 raise self._as_raised(error)
         finally:
-            if self.mirror is not None:
-                self.mirror.close(timeout)
-                if self.domain.rank == 0 and not self.checkpoints.is_split:
-                    # What waited for its upload is in the store now. Disks of several machines are pruned together, at the next save.
-                    self._prune()
+            self.copier.close(timeout)
+            if self.copier.copies and self.domain.rank == 0 and not self.checkpoints.is_split:
+                # What waited for its upload is in the store now. Disks of several machines are pruned together, at the next save.
+                self._prune()
 
     def _end(self, timeout: float | None) -> None:
         if not self._executor.close(timeout):
@@ -397,10 +359,7 @@ class CheckpointManager(ABC):
 
     def _surface(self) -> None:
         """Raise an error of the background of any rank on all of them."""
-        error = self._executor.take_error()
-        if error is None and self.mirror is not None:
-            error = self.mirror.take_error()
-        self._agree(error)
+        self._agree(self._executor.take_error() or self.copier.take_error())
 
     def _agree(self, error: BaseException | None) -> None:
         """Raise the error of any rank on all of them."""
@@ -489,7 +448,8 @@ class FileCheckpointManager(CheckpointManager):
         with self.store.publishing(records) as writer:
             torch.save(payload, writer)  # type: ignore[arg-type]
         names = [record.name for record in records]
-        self._mirrored(records[0], names, put_off=False)
+        # Before `_saved`, since retention removes what no copier waits for.
+        self.copier.saved(Saved.of(records[0], names))
         self._saved(payload, names)
 
 
@@ -536,14 +496,10 @@ class CollectiveCheckpointManager(CheckpointManager):
         record = self._open_save(["latest"], needed=needed, epoch=epoch, global_step=global_step)[0]
         return replace(record, name=new_target(record.sequence))
 
-    def _is_mirror_behind(self, exchange: Callable[[object], list[object]]) -> bool:
+    def _is_copier_behind(self, exchange: Callable[[object], list[object]]) -> bool:
         """Whether a save waits to be copied on any rank: they are to copy the same saves. Called on all ranks."""
-        # A rank by itself does not ask: its mirror replaces the save that waits by the newer one.
-        return (
-            self.mirror is not None
-            and self.domain.size > 1
-            and any(exchange(self.mirror.is_behind))
-        )
+        # A rank by itself does not ask: its copier replaces the save that waits by the newer one.
+        return self.copier.copies and self.domain.size > 1 and any(exchange(self.copier.is_behind))
 
     def _publish(
         self,
@@ -554,12 +510,12 @@ class CollectiveCheckpointManager(CheckpointManager):
         *,
         put_off: bool,
     ) -> None:
-        """Let names lead to a complete target and prune, on rank 0; tell the mirror what this rank has written. On each rank."""
+        """Let names lead to a complete target and prune, on rank 0; tell the copier what this rank has written. On each rank."""
         is_main = self.domain.rank == 0
         if is_main:
             self.store.publish(record.name, names)
-        # Before retention, which spares what the mirror has yet to copy.
-        self._mirrored(record, names, target=record.name, own=own, put_off=put_off)
+        # Before retention, which spares what the copier has yet to copy.
+        self.copier.saved(Saved.of(record, names, target=record.name, own=own), put_off=put_off)
         if is_main:
             self._saved(payload, names)
 

@@ -140,7 +140,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
     ) -> None:
         if self.settings.load_only:
             return
-        if self.mirror is not None:
+        if self.copier.copies:
             self._surface()
         self._ahead = None
         exported = "model" in payload
@@ -182,7 +182,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
                 for of_rank in exchange(files.written)
                 for name, found in of_rank.items()
             }
-            put_off = self._is_mirror_behind(exchange)
+            put_off = self._is_copier_behind(exchange)
             self.on_main(publish)
             if not is_main:
                 self._publish(record, names, plain, files.written, put_off=put_off)

@@ -129,7 +129,7 @@ class RemoteStores:
         # What was seen of the run before this process became its writer may have changed.
         self.home.forget()
 
-    def start_mirroring(self) -> None:
+    def start_copying(self) -> None:
         """Copy what the run goes on from; see `RunMirror.begin`."""
         if self._mirror is not None:
             self._mirror.begin()

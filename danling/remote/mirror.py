@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from danling.checkpoints import storage
 from danling.checkpoints.checkpoint_store import SUFFIX
+from danling.checkpoints.copier import SaveCopier, Saved
 from danling.checkpoints.errors import CheckpointDamaged, CheckpointError
-from danling.checkpoints.manager import CheckpointManager, Saved
+from danling.checkpoints.manager import CheckpointManager
 from danling.checkpoints.manifest import is_name, newest, read_manifest
 from danling.checkpoints.target_store import SUMS, TARGETS, TargetStore
 from danling.distributed.environment import is_first_on_machine
@@ -73,13 +74,15 @@ class Upload:
             storage.discard(self.link)
 
 
-class RunMirror:
+class RunMirror(SaveCopier):
     """Copies saves in the order in which they were made: one goes up, and of those that may give way one waits.
 
     Nothing communicates but `open` and `begin`. Each rank puts the files that it has written; rank 0 alone has the lease, waits until
     the store lists all that the manifest names, puts the manifest, and then the pointers. An upload that fails is tried again, later and
     later, until a newer save takes its place.
     """
+
+    copies = True
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class RunMirror:
         """Become the one writer of the run, and hear of every save from now on."""
         manager = self._manager
         manager.on_main(self._open)
-        manager.mirror = self
+        manager.copier = self
         if manager.domain.size > 1:
             # Whether all ranks see the disk of the main process.
             token = manager.on_main(self._written)

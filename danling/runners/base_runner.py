@@ -295,7 +295,7 @@ class BaseRunner(metaclass=MetaRunner):
         if not joins:  # else the state comes from the other ranks
             self.restore()
         if stores is not None:
-            stores.start_mirroring()
+            stores.start_copying()
         self._write_metadata()
         self._parts.finish()
 
@@ -906,7 +906,7 @@ class BaseRunner(metaclass=MetaRunner):
                     # After a signal `boundary` has said so.
                     saved = self.saver.save_last(signalled=session.stop_reason in BY_SIGNAL)
                     self.checkpoint_manager.wait()
-                    self.checkpoint_manager.wait_for_mirror()
+                    self.checkpoint_manager.wait_for_copies()
                     self.boundary()
                 finally:
                     session.uninstall_signals()

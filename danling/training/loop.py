@@ -297,7 +297,7 @@ class TrainingLoop:
         self._results.write()
         # On all ranks, so that an error of the background writer is raised on all of them.
         manager.wait()
-        manager.wait_for_mirror()
+        manager.wait_for_copies()
         self._reporter.log_end(session.apply_late_signals(runner.placement.optimizer))
         session.exit_if_signalled(runner.state.train.global_step, saved=saved)
         for extension in self.extensions:

@@ -86,7 +86,7 @@ def train(config: dict[str, Any], notes: str, wait: bool = False) -> dict[str, A
 
             def step() -> Any:
                 runner.checkpoint_manager.wait()
-                runner.checkpoint_manager.wait_for_mirror()
+                runner.checkpoint_manager.wait_for_copies()
                 return made()
 
             runner.step = step

@@ -104,8 +104,8 @@ def save(manager: FileCheckpointManager, step: int, **names: bool) -> None:
 
 
 def mirror_of(manager: FileCheckpointManager) -> RunMirror:
-    assert isinstance(manager.mirror, RunMirror)
-    return manager.mirror
+    assert isinstance(manager.copier, RunMirror)
+    return manager.copier
 
 
 def is_manifest(request: Request) -> bool:
@@ -136,7 +136,7 @@ def test_contents_go_first_and_the_manifest_of_latest_last(place: Place) -> None
 def test_until_the_manifest_is_put_the_save_before_counts(place: Place) -> None:
     manager = place.manager()
     save(manager, 1)
-    manager.wait_for_mirror()
+    manager.wait_for_copies()
     fault = place.proxy.hold(when=is_manifest)
     save(manager, 2)
     assert fault.came.wait(30)
@@ -186,7 +186,7 @@ def test_the_store_keeps_its_own_number(place: Place) -> None:
     manager = place.manager(keep=1, keep_latest_k=3)
     for step in range(1, 6):
         save(manager, step, history=True, best=step == 1)
-        manager.wait_for_mirror()
+        manager.wait_for_copies()
     save(manager, 6)
     manager.close()
     local = sorted(path.stem for path in (place.directory / "checkpoints").glob("ckpt-*.pth"))
@@ -208,9 +208,9 @@ def test_uncopied_save_stays_on_the_disk(place: Place) -> None:
     checkpoints = place.directory / "checkpoints"
     assert len(list(checkpoints.glob("ckpt-*.pth"))) == 3
     fault.release()
-    manager.wait_for_mirror()
+    manager.wait_for_copies()
     save(manager, 4, history=True)
-    manager.wait_for_mirror()
+    manager.wait_for_copies()
     save(manager, 5)
     assert [path.stem for path in checkpoints.glob("ckpt-*.pth")] == ["ckpt-s000000000004"]
     manager.close()
@@ -264,12 +264,12 @@ def test_failing_store_does_not_stop_training_and_close_names_missing_saves(
 ) -> None:
     manager = place.manager()
     save(manager, 1)
-    manager.wait_for_mirror()
+    manager.wait_for_copies()
     place.proxy.answer(503, "SlowDown")
     with caplog.at_level(logging.WARNING, "danling"):
         for step in (2, 3, 4):
             save(manager, step)
-        manager.wait_for_mirror()
+        manager.wait_for_copies()
     assert caplog.text.count("is not safe") == 1
     assert mirror_of(manager).figures(4)["lag_steps"] == 3
     with pytest.raises(
@@ -285,7 +285,7 @@ def test_close_does_not_repeat_a_failed_wait_of_the_end_of_training(place: Place
     fault = place.proxy.hold(when=is_object)
     save(manager, 1)
     assert fault.came.wait(30)
-    manager.wait_for_mirror()
+    manager.wait_for_copies()
     tried = fault.hit
     with pytest.raises(RemoteError, match="Expected the last save in"):
         manager.close()
@@ -297,11 +297,11 @@ def test_recovered_store_gets_the_newest_save(place: Place) -> None:
     for code, status in (("SlowDown", 503), ("AccessDenied", 403), ("InsufficientStorage", 507)):
         place.proxy.answer(status, code)
         save(manager, status)
-        manager.wait_for_mirror()
+        manager.wait_for_copies()
         place.proxy.heal()
     place.proxy.cut_upload(100)
     save(manager, 600)
-    manager.wait_for_mirror()
+    manager.wait_for_copies()
     manager.close()
     assert place.step("latest") == 600 and len(place.objects()) == 1
 
@@ -309,7 +309,7 @@ def test_recovered_store_gets_the_newest_save(place: Place) -> None:
 def test_a_lost_answer_leaves_nothing_behind(place: Place) -> None:
     manager = place.manager()
     save(manager, 1)
-    manager.wait_for_mirror()
+    manager.wait_for_copies()
     fault = place.proxy.lose_answer(when=is_object)
     save(manager, 2)
     until(lambda: fault.hit == 1)
@@ -331,7 +331,7 @@ def test_changed_file_on_the_disk_is_not_uploaded(
     with path.open("r+b") as file:
         file.write(content)
     with caplog.at_level(logging.WARNING, "danling"):
-        manager.wait_for_mirror()
+        manager.wait_for_copies()
     assert "another SHA-256" in caplog.text and not place.names()
     with pytest.raises(RemoteError, match="another SHA-256"):
         manager.close()
@@ -340,7 +340,7 @@ def test_changed_file_on_the_disk_is_not_uploaded(
 def test_replaced_run_writes_nothing_more(place: Place) -> None:
     manager = place.manager()
     save(manager, 1)
-    manager.wait_for_mirror()
+    manager.wait_for_copies()
     mirror_of(manager).lease._error = RemoteError("Another process writes there.")
     place.proxy.forget()
     save(manager, 2)
@@ -380,7 +380,7 @@ def test_files_on_the_disk_are_copied_before_the_first_save(place: Place) -> Non
     save(alone, 2)
     alone.close()
     manager = place.manager()
-    manager.wait_for_mirror()
+    manager.wait_for_copies()
     assert place.step("best") == place.step("ckpt-s000000000001") == 1 and place.step("latest") == 2
     manager.close()
     place.proxy.forget()
@@ -421,7 +421,7 @@ def test_files_of_the_run_go_before_the_save_becomes_visible(place: Place) -> No
     save(manager, 1)
     assert fault.came.wait(30) and place.keys("files") == ["logs/first.log", "metrics.jsonl"]
     fault.release()
-    manager.wait_for_mirror()
+    manager.wait_for_copies()
     place.proxy.forget()
     # What cannot be read keeps no save from being safe.
     os.mkfifo(place.directory / "logs" / "pipe")
@@ -454,7 +454,7 @@ def test_targets_of_links_are_not_copied(
     manager = place.manager()
     for step in (1, 2):
         save(manager, step)
-        manager.wait_for_mirror()
+        manager.wait_for_copies()
     assert place.keys("files") == ["logs/first.log"]
     told = [
         record.getMessage()
