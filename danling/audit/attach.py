@@ -100,7 +100,8 @@ class Audits:
 
     def attach_to(self, update: UpdateStep) -> None:
         """Let the recorder change batches, and digests travel with the collective of each update."""
-        update.recorder = self.recorder
+        if self.recorder is not None:
+            update.batch_changes.append(self.recorder.prepare_batch)
         if self.digests is not None:
             update.sync.extra_reductions.append(self.digests)
 

@@ -182,6 +182,17 @@ class Compilation(Observer):
             self._modules.pop()._compiled_call_impl = None
 
 
+def compile_modules(runner: TorchRunner, modules: Iterable[nn.Module], closers: ExitStack) -> None:
+    """Compile modules of a runner in place, so that their names stay: `torch.compile(model)` would put `_orig_mod.` before each."""
+    # The parallel stack calls this for each part of a pipeline.
+    if runner.compilation is None:
+        runner.compilation = Compilation.of(runner)
+        runner.observers.append(runner.compilation)
+        closers.callback(runner.compilation.close)
+    for module in modules:
+        runner.compilation.compile(module)
+
+
 def _call(forward: Any, *args: Any, **kwargs: Any) -> object:
     return forward(*args, **kwargs)
 

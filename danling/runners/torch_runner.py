@@ -305,15 +305,8 @@ class TorchRunner(BaseRunner):
 
     def compile_modules(self, modules: Iterable[nn.Module]) -> None:
         """Compile modules in place when `compile.enable`; they are left uncompiled by `close`."""
-        if not self.config.compile.enable:
-            return
-        if self.compilation is None:
-            self.compilation = load("graph").Compilation.of(self)
-            self.observers.append(self.compilation)
-            self._parts.closers.callback(self.compilation.close)
-        for module in modules:
-            # In place: torch.compile(model) would put `_orig_mod.` before every name.
-            self.compilation.compile(module)
+        if self.config.compile.enable:
+            load("graph").compile_modules(self, modules, self._parts.closers)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return the model that training calls: DistributedDataParallel when there are several ranks."""

@@ -121,8 +121,8 @@ class UpdateStep:
             self.sync.extra_reductions.append(self.canonical)
         self.keeps_batches = False
         """Whether a batch that was changed in place is refused, since its micro-batch may be run again."""
-        self.recorder: Any = None
-        """What records the first updates; see `danling.audit.layout_record`."""
+        self.batch_changes: list[Callable[[Any], Any]] = []
+        """Return the data of a micro-batch as it is trained on: a check of layouts casts it."""
         self.split = ""
         """The split that is trained on."""
         self.reduces_later = data.finds_micro_batch_size
@@ -248,8 +248,8 @@ class UpdateStep:
             self.recompute.check(batch.data)
         self._keys.begin_micro_batch(batch.data, batch.place, window.count)
         data = runner.to_device(batch.data) if self.moves_batches else batch.data
-        if self.recorder is not None:
-            data = self.recorder.prepare_batch(data)
+        for change in self.batch_changes:
+            data = change(data)
         weight, samples = self._loss.weigh(batch, data, training=True)
         window.begin_microbatch(weight, samples)
         may_skip = self.skipped.may_skip or window.weighs_nothing
