@@ -164,8 +164,8 @@ def check_launch(
     if world_size > 1 or "RANK" in environment:
         return
     signs = [name for name in _MPI_SIZES if environment.get(name, "1") not in ("", "1")]
-    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
-        signs += [name for name in ("MASTER_PORT",) if name in environment]
+    if environment.keys() >= {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}:
+        signs.append("MASTER_PORT")
     if signs:
         raise ValueError(
             f"Expected the processes that were asked for. Received: {signs[0]}={environment[signs[0]]}, and no RANK: a launcher that "
@@ -224,13 +224,7 @@ def open_accelerator(
         if _fix(name) is not None:
             raise _decided(f"{name} from accelerate_kwargs", name)
     # Also under a launcher one process is one process to Accelerate, which would make a group of it that nothing leaves.
-    hidden = (
-        {}
-        if launch.world_size > 1
-        else {name: os.environ[name] for name in ("LOCAL_RANK",) if name in os.environ}
-    )
-    for name in hidden:
-        del os.environ[name]
+    hidden = None if launch.world_size > 1 else os.environ.pop("LOCAL_RANK", None)
     try:
         accelerator = accelerate.Accelerator(
             cpu=settings.cpu or torch.accelerator.current_accelerator(check_available=True) is None,
@@ -240,7 +234,8 @@ def open_accelerator(
             **more,
         )
     finally:
-        os.environ.update(hidden)
+        if hidden is not None:
+            os.environ["LOCAL_RANK"] = hidden
     _users += 1
     try:
         check_place(accelerator, settings, launch)

@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from danling.utils.plain import parse_json
 from danling.utils.process import ERROR_FILE, LAUNCH_COMMAND
 
-from .coordinator import Coordinator
+from .coordinator import Coordinator, describe_exit
 from .spare import Spare
 from .wire import ADDRESS, JOINS, MACHINE, TOKEN, Closed, connect, machine_name
 
@@ -144,18 +144,14 @@ class ElasticAgent(LocalElasticAgent):
             if not (is_replaced or link.others_continue):
                 ends = True
                 continue
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            what = (
-                "a replacement is started"
-                if is_replaced
-                else "it is not replaced, and the others continue"
-            )
-            logger.warning("Process %d %s: %s.", handler.proc.pid, how, what)
-            if is_replaced:
-                self._replace(worker_group, context, rank)
-            else:
+            what = "a replacement is started"
+            if not is_replaced:
+                what = "it is not replaced, and the others continue"
                 # torch's agent would end all ranks.
                 context._running_local_ranks.discard(rank)
+            logger.warning("Process %d %s: %s.", handler.proc.pid, describe_exit(code), what)
+            if is_replaced:
+                self._replace(worker_group, context, rank)
         if not ends and context._running_local_ranks:
             # torch's agent looks itself, and would end all ranks for one that has ended since.
             return RunResult(state=WorkerState.HEALTHY)

@@ -258,8 +258,11 @@ class Coordinator:
 
     def _last_deaths(self) -> str:
         """Return what the ranks that had the state died of, for the end of a run."""
-        deaths = self._change.lost if self._change is not None else []
-        return f"{'; '.join(map(describe_death, deaths))}."
+        return f"{'; '.join(map(describe_death, self._lost))}."
+
+    @property
+    def _lost(self) -> list[dict[str, Any]]:
+        return [] if self._change is None else self._change.lost
 
     def _count_death(self) -> None:
         self._deaths_in_update += 1
@@ -306,7 +309,9 @@ class Coordinator:
         assert peer.member is not None
         if kind == "trains":
             peer.trains = True
-            self._adopt(message["settings"])
+            # The agents do not know the settings of the run: its ranks bring them.
+            self.settings = Settings(**message["settings"])
+            self.side.least = self.settings.least
         elif kind == "finished":
             peer.has_finished = True
             self._is_complete = True
@@ -324,17 +329,6 @@ class Coordinator:
         elif kind in ("ready", "formed"):
             self.side.hear(peer.member, message)
 
-    def _adopt(self, given: dict[str, Any]) -> None:
-        """Take the settings of the run, which the agents do not know."""
-        limit = given["replacements"]
-        self.settings = Settings(
-            least=int(given["least"]),
-            wait_seconds=float(given["wait_seconds"]),
-            fence_seconds=float(given["fence_seconds"]),
-            replacements=None if limit is None else int(limit),
-        )
-        self.side.least = self.settings.least
-
     def _note_exit(self, host: str, pid: int, code: int) -> None:
         """Note with what code a process has ended; its connection may not have been looked at yet."""
         for peer in [
@@ -342,17 +336,12 @@ class Coordinator:
             for each in self._peers
             if each.member is not None and (each.pid, each.host) == (pid, host)
         ]:
-            self._read_last(peer)
+            self._hear_waiting(peer)
+            self._drop(peer)
         for death in self.deaths.values():
             is_of_it = (death["pid"], death["host"]) == (pid, host)
             if is_of_it and code and death["how"] == _ENDED:
-                death["how"] = (
-                    f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                )
-
-    def _read_last(self, peer: Peer) -> None:
-        self._hear_waiting(peer)
-        self._drop(peer)
+                death["how"] = describe_exit(code)
 
     def _hear_waiting(self, peer: Peer) -> None:
         with suppress(Closed, ValueError):
@@ -427,7 +416,7 @@ class Coordinator:
                 min(2 * self._repeat_seconds, longest) if members else _REPEAT_SECONDS
             )
             if message["kind"] == "form":
-                message = {**message, "lost": self._change.lost if self._change is not None else []}
+                message = {**message, "lost": self._lost}
             self._tell(members, message)
 
     def _end_silent(self, passed: float) -> None:
@@ -494,6 +483,11 @@ class Coordinator:
 
     def _end_message(self) -> dict[str, Any]:
         return {"kind": "end", "generation": self.side.generation, "why": self.verdict}
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process has ended, of which `subprocess` has this exit code: below 0 it is the number of a signal."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 def describe_death(death: Mapping[str, Any]) -> str:

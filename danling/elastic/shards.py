@@ -346,11 +346,13 @@ class Shards:
             sent = sorted(index for index in missing if has[index][0] == source)
             if not sent:
                 continue
-            data = self._packed(sent) if source == now.rank else None
-            size = torch.tensor([0 if data is None else data.numel()])
+            data = torch.empty(0, dtype=torch.uint8)
+            if source == now.rank:
+                data = self._packed(sent)
+            size = torch.tensor([data.numel()])
             dist.broadcast(size, source)
-            data = torch.empty(int(size), dtype=torch.uint8) if data is None else data
-            dist.broadcast(data, source)
+            # That of the source has this size already.
+            dist.broadcast(data.resize_(int(size)), source)
             if source != now.rank:
                 taken = wanted[now.rank] - held[now.rank]
                 found |= {

@@ -57,7 +57,8 @@ class Channel:
     def send_line(self, line: bytes) -> None:
         """Send a message of which `line_of` has made a line, maybe for many."""
         with self._lock:
-            self._unsent = self._unsent + line if len(self._unsent) < _CHUNK else self._unsent
+            if len(self._unsent) < _CHUNK:
+                self._unsent += line
             try:
                 while self._unsent:
                     self._unsent = self._unsent[self.socket.send(self._unsent) :]

@@ -384,8 +384,7 @@ class Artifacts:
         if self._directory is None or self.folder is None:
             return
         try:
-            seen = self._seen
-            if self._version_there() != seen:
+            if self._version_there() != self._seen:
                 # Another run, or another machine of this one, has written it meanwhile.
                 with suppress(_Refused, FileNotFoundError):
                     self._unpack()

@@ -77,10 +77,8 @@ def _apart(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
     Tied weights, and layers that several blocks share, are gathered with the rest of the model.
     """
-    uses, paths = (
-        _uses(model),
-        Counter(id(module) for _, module in model.named_modules(remove_duplicate=False)),
-    )
+    uses = _uses(model)
+    paths = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     return [
         block
         for block in blocks

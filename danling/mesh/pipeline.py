@@ -48,10 +48,13 @@ _NAMES = (
 def stages_of_rank(schedule: Any, *, rank: int, size: int, num_stages: int) -> list[int]:
     """Return the stages that a rank of the pipeline holds, in order."""
     each, left = divmod(num_stages, size)
-    single, is_v = issubclass(schedule, PipelineScheduleSingle), schedule in V_SCHEDULES
-    least = 1 if single else 2
-    if left or each < least or (each > least and (single or is_v)):
-        needed = "1 stage" if single else "2 stages" if is_v else "2 or more stages"
+    is_v = schedule in V_SCHEDULES
+    least, most, needed = 2, num_stages, "2 or more stages"
+    if issubclass(schedule, PipelineScheduleSingle):
+        least, most, needed = 1, 1, "1 stage"
+    elif is_v:
+        most, needed = 2, "2 stages"
+    if left or not least <= each <= most:
         raise ValueError(
             f"Expected {needed} on each rank for the schedule {schedule.__name__}. Received: {num_stages} stages on {size} ranks of the "
             "pipeline. Change parallel.module_fqns_per_model_part, whose length is the number of stages, or parallel.pipeline_schedule."

@@ -231,17 +231,11 @@ def initialize_all(
         )
 
 
-_FILLINGS: Mapping[str, tuple[Any, Any]] = {
-    "float": (torch.nan, 0.0),
-    "bool": (True, False),
-    "int": (93, 41),
-}
-
-
 def _filling_of(tensor: Tensor, number: int) -> Any:
-    is_float = tensor.is_floating_point() or tensor.is_complex()
-    kind = "float" if is_float else "bool" if tensor.dtype is torch.bool else "int"
-    return _FILLINGS[kind][number]
+    """Return one of two values that an initialisation is unlikely to write: of integers any two that differ."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return (torch.nan, 0.0)[number]
+    return (True, False)[number] if tensor.dtype is torch.bool else (93, 41)[number]
 
 
 @torch.no_grad()

@@ -334,10 +334,8 @@ class MeshReduction(GradientReduction):
             ).square_()
             if self._shared != shared:
                 # Once in a pass, and again where a parameter has a gradient for the first time.
-                self._shared, self._shares = (
-                    shared,
-                    sent(torch.tensor(shared, dtype=torch.float64), total.device),
-                )
+                self._shared = shared
+                self._shares = sent(torch.tensor(shared, dtype=torch.float64), total.device)
             total = (squares * self._shares).sum()
         norm = self.topology.optimizer.all_reduce(total).sqrt()
         if self.scaler is not None:

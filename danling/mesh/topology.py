@@ -62,18 +62,17 @@ class Topology:
         device: torch.device | None = None,
         mesh_device_type: str | None = None,
     ) -> None:
-        distributed = dist.is_available() and dist.is_initialized()
-        self.axes = Axes.resolve(degrees, world_size=dist.get_world_size() if distributed else 1)
-        self._rank: int = dist.get_rank() if distributed else 0
+        world = Domain()
+        self.axes = Axes.resolve(degrees, world_size=world.size)
+        self._rank = world.rank
         self.coordinate = self.axes.coordinate(self._rank)
         self.device = device or torch.device("cpu")
         active = self.axes.active
         shape = tuple(self.axes.degrees[name] for name in active)
-        kind = mesh_device_type or self.device.type
-        self._mesh: DeviceMesh | None = (
-            init_device_mesh(kind, shape, mesh_dim_names=active) if active else None
-        )
-        if self._mesh is not None:
+        self._mesh: DeviceMesh | None = None
+        if active:
+            kind = mesh_device_type or self.device.type
+            self._mesh = init_device_mesh(kind, shape, mesh_dim_names=active)
             _begin_random_tracker(self._mesh)
         self._flat: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._limit(self._axis_groups())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from .comparison import (
@@ -105,16 +106,17 @@ class LayoutProof:
     def _start_one(self) -> tuple[str, list[Update]]:
         """Start one process with the joined batches; with one after the other, where it divides its batch into more micro-batches."""
         wanted = len(self.layout[0].first["losses"])
-        for how in ("joined", "micro"):
-            name = "one" if how == "joined" else "one-micro"
+        of_ranks = wanted * len(self.ranks)
+        for how, name, passes in (("joined", "one", wanted), ("micro", "one-micro", of_ranks)):
             self._start(
                 name, self._replay(how=how, ranks=self.ranks), "in one process, of the same samples"
             )
             updates = _updates(self.script.scratch / name)
             made = len(updates[0].first["losses"])
-            if made == (wanted if how == "joined" else wanted * len(self.ranks)):
+            if made == passes:
                 return how, updates
-            if made != wanted * len(self.ranks):
+            # Only a script that makes the passes of all ranks itself can be given their batches one after the other.
+            if made != of_ranks:
                 break
         raise NotChecked(
             f"update 1 has {wanted} backward passes on each rank of the layout, and {made} in one process"
@@ -279,8 +281,6 @@ class LayoutProof:
 
 
 def _gradient_eps(gradients: dict[str, Tensor]) -> float:
-    import torch
-
     return max((torch.finfo(tensor.dtype).eps for tensor in gradients.values()), default=0.0)
 
 

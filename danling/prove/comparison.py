@@ -327,18 +327,17 @@ def layout_notes(updates: Sequence[Update]) -> Iterator[str]:
                 f"update {number} has {len(after)} micro-batches instead of {full}, and divides their losses by {full}: a short window of "
                 "accumulation is divided by the length of a full one"
             )
-    if updates and len(updates[0].ranks) > 1 and not updates[0].first["has_group"]:
+    first = updates[0].first
+    if len(updates[0].ranks) > 1 and not first["has_group"]:
         yield "the script has no process group of torch.distributed: its ranks train apart"
-    switched = updates[0].first["switched"] if updates else ()
-    if switched:
+    if first["switched"]:
         yield (
-            f"batch normalization ({', '.join(switched)}) uses its running statistics for the check: those of a batch are not the same on "
-            "several processes and on one"
+            f"batch normalization ({', '.join(first['switched'])}) uses its running statistics for the check: those of a batch are not the "
+            "same on several processes and on one"
         )
-    starts = {n: p for n, (_, _, p) in updates[0].first["start"].items()} if updates else {}
-    for name, other in _alike(starts):
-        yield f"{name} and {other} begin with the same values"
-        break
+    alike = next(_alike({name: part for name, (_, _, part) in first["start"].items()}), None)
+    if alike is not None:
+        yield f"{alike[0]} and {alike[1]} begin with the same values"
 
 
 def _alike(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:

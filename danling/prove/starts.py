@@ -133,7 +133,8 @@ class Script:
         self, records: Path, settings: Mapping[str, object], alone: bool, work: Path
     ) -> Iterator[list[subprocess.Popen[bytes]]]:
         command = self.one if alone else self.command
-        number = (1 if alone else self.ranks) if self.ranks is not None else None
+        # `None` where the command starts the processes itself, also as one.
+        number = 1 if alone and self.ranks is not None else self.ranks
         paths = [os.fspath(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **_NO_TRACKERS,

@@ -315,8 +315,8 @@ class BaseRunner(metaclass=MetaRunner):
 
     def _check_budget(self, key: str, value: object) -> None:
         """Refuse a budget that changes what the run counts."""
-        epochs = value if key == "epochs" else self.config.epochs
-        steps = value if key == "steps" else self.config.steps
+        budget = {"epochs": self.config.epochs, "steps": self.config.steps, key: value}
+        epochs, steps = budget["epochs"], budget["steps"]
         if steps is not None and epochs is not None:
             raise ValueError(
                 f"Expected steps or epochs, not both. Received: steps={steps}, epochs={epochs}. Set one of them to none."

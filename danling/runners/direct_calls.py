@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from danling.data import Batch
+from danling.training.evaluation import EvaluationMode
 from danling.training.precision import NO_CONTEXT
 
 from .parts import TorchParts
@@ -31,10 +32,9 @@ def preparing(verb: str, function: Callable[..., object]) -> Callable[..., Any]:
         parts = self._parts
         session = parts.session
         # The loops call too: in an update, this wrapper costs no more than these comparisons.
-        if session.in_step or (verb == "step" and session.in_update):
-            return function(self, *args, **kwargs)
+        in_loop = session.in_step or (verb == "step" and session.in_update)
         # A runner without a loop of the library prepares nothing.
-        if not isinstance(parts, TorchParts):
+        if in_loop or not isinstance(parts, TorchParts):
             return function(self, *args, **kwargs)
         return prepared(self, verb, functools.partial(function, self), *args, **kwargs)
 
@@ -57,9 +57,8 @@ def prepared(
     if verb == "train_step":
         return _train_step(runner, call, *args, **kwargs)
     if verb in ("evaluate_step", "infer_step") and runner.mode == "train":
-        if verb == "evaluate_step":
-            return parts.evaluator.call("evaluate", call, *args, **kwargs)
-        return parts.evaluator.call("infer", call, *args, **kwargs)
+        mode: EvaluationMode = "evaluate" if verb == "evaluate_step" else "infer"
+        return parts.evaluator.call(mode, call, *args, **kwargs)
     return call(*args, **kwargs)
 
 

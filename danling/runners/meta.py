@@ -35,13 +35,11 @@ class MetaRunner(type):
         # A class made by `type(name, bases, methods)` belongs to the module that asked for it, not to this one.
         namespace.setdefault("__module__", sys._getframe(1).f_globals.get("__name__", "__main__"))
         # The runners of the library do it themselves, so that a call in an update has no frame more.
-        is_users = not namespace["__module__"].startswith("danling.runners.")
-        for verb in VERBS if is_users else ():
-            if isinstance(namespace.get(verb), FunctionType):
-                namespace[verb] = preparing(verb, namespace[verb])
-        for verb in FAMILIES if is_users else ():
-            if isinstance(namespace.get(verb), FunctionType):
-                namespace[verb] = met(verb, namespace[verb])
+        if not namespace["__module__"].startswith("danling.runners."):
+            for verbs, wrapped in ((VERBS, preparing), (FAMILIES, met)):
+                for verb in verbs:
+                    if isinstance(namespace.get(verb), FunctionType):
+                        namespace[verb] = wrapped(verb, namespace[verb])
         return super().__new__(mcs, name, bases, namespace, **kwargs)
 
     @property

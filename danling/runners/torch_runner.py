@@ -252,6 +252,7 @@ class TorchRunner(BaseRunner):
         """Whether a subclass, another stack or an attribute of the instance overrides one of these hooks of `TorchRunner`."""
         kind = type(self)
         own = vars(self)
+        # A list, since each item that `any` takes of a generator is a call, and each pass asks.
         found = [
             hook
             for hook in hooks

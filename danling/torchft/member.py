@@ -256,11 +256,8 @@ class ReplicaMember(Extension):
                 logger.warning(
                     "A replica group of another size has come, and is refused; trying again without it."
                 )
-                if self._runner.world.size > 1:
-                    may_wait = bool(
-                        self._runner.world.all_reduce(torch.tensor([float(may_wait)]), "min").item()
-                    )
-                if not may_wait:
+                # Together: a rank that gave up alone would leave the others of its group in the next quorum.
+                if not self._runner.world.all_reduce(torch.tensor([float(may_wait)]), "min").item():
                     raise QuorumError(
                         "Expected replica groups of one size. Received: a group of another size that does not leave. Stop it, and "
                         "start it again with as many processes as the others have."
@@ -391,9 +388,10 @@ class ReplicaMember(Extension):
         finally:
             if not committed and self._take_back is not None:
                 self._take_back()
-        self.failures = 0 if committed else self.failures + 1
         if committed:
+            self.failures = 0
             return True
+        self.failures += 1
         limit = self._runner.config.max_skipped_updates
         if limit is not None and self.failures > limit:
             error = self._manager.errored()

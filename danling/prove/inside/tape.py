@@ -130,8 +130,6 @@ class Tape:
             batch = self.loaders.fetch(iterator, original)
         except CannotCompare as error:
             self.fail(str(error))
-        except StopIteration:
-            raise
         self._streams = _streams()
         return batch
 
@@ -202,9 +200,11 @@ class Tape:
         self._roots[at] = {}
         engine = stacks.engine_of(root)
         if not self.job.replays:
-            tensors = stacks.named_tensors(root) if engine is None else ()
-            self._roots[at] = {name: stacks.piece(tensor) for name, tensor in tensors}
-            self._roots[at].update({} if engine is None else engine.weights())
+            if engine is None:
+                named = stacks.named_tensors(root)
+                self._roots[at] = {name: stacks.piece(tensor) for name, tensor in named}
+            else:
+                self._roots[at] = engine.weights()
             return
         first = [torch.load(file, weights_only=True).get(at, {}) for file in self._files("first")]
         if engine is not None:
