@@ -11,8 +11,8 @@ answered, and an answer that comes twice changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Message = dict[str, Any]
@@ -306,26 +306,3 @@ class CoordinatorSide:
             "kind": "regroup",
             "generation": self.generation,
         }
-
-
-def copied(side: Any) -> Any:
-    """Return a copy of one side that shares nothing with it that changes."""
-    changing = {
-        name: type(value)(value)
-        for name, value in vars(side).items()
-        if isinstance(value, (set, dict))
-    }
-    return replace(side, **changing)
-
-
-def frozen(side: Any) -> tuple[object, ...]:
-    """Return what tells one state of a side from another."""
-    return tuple(_frozen(value) for value in vars(side).values())
-
-
-def _frozen(value: object) -> object:
-    if isinstance(value, Mapping):
-        return tuple(sorted((key, _frozen(each)) for key, each in value.items()))
-    if isinstance(value, (set, list)) and isinstance(value, Collection):
-        return tuple(sorted(value)) if isinstance(value, set) else tuple(map(_frozen, value))
-    return value

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +20,35 @@ from danling.elastic.protocol import (
     Message,
     RankSide,
     StateLost,
-    copied,
-    frozen,
 )
 
 _GONE = -1
 """In the place of a rank that has died."""
 _ENDED = -1
 """In the place of a coordinator that has ended the run by name."""
+
+
+def copied(side: Any) -> Any:
+    """Return a copy of one side that shares nothing with it that changes."""
+    changing = {
+        name: type(value)(value)
+        for name, value in vars(side).items()
+        if isinstance(value, (set, dict))
+    }
+    return replace(side, **changing)
+
+
+def frozen(side: Any) -> tuple[object, ...]:
+    """Return what tells one state of a side from another."""
+    return tuple(_frozen(value) for value in vars(side).values())
+
+
+def _frozen(value: object) -> object:
+    if isinstance(value, Mapping):
+        return tuple(sorted((key, _frozen(each)) for key, each in value.items()))
+    if isinstance(value, (set, list)) and isinstance(value, Collection):
+        return tuple(sorted(value)) if isinstance(value, set) else tuple(map(_frozen, value))
+    return value
 
 
 class World(NamedTuple):
