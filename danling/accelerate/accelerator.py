@@ -143,6 +143,7 @@ def read_settings(
                 (section.get("cpu"), section.get("use_cpu"), environment.get("ACCELERATE_USE_CPU")),
             )
         ),
+        # -1 is what a file of Accelerate has where the launcher decides.
         num_processes=None if processes in (None, -1) else int(str(processes)),
     )
 
@@ -333,6 +334,7 @@ class AcceleratePreparation(ModelPreparation):
         self, model: nn.Module, options: Mapping[str, object], *, reduces_later: bool = False
     ) -> nn.Module:
         """Return the model as Accelerate prepares it, together with the optimizer; see `ModelPreparation.wrap`."""
+        # DistributedDataParallel refuses a model in which nothing is trained.
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if not self._is_bound or (self.world.size > 1 and not trains):
             return model

@@ -31,6 +31,7 @@ _PAUSE_SECONDS = 0.02
 def _sendable(error: Exception | None) -> Exception | None:
     """Return an error that another process can read: itself, or, where it cannot be pickled, a `RuntimeError` with its text."""
     try:
+        # Some errors can be pickled and not read again: their `__init__` takes other arguments.
         pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
@@ -128,6 +129,7 @@ class Domain:
         if self.rank == 0:
             try:
                 found = action()
+                # Here, and not in the broadcast: what cannot be pickled is an error of `action` then, and the others do not wait for it.
                 value = pickle.dumps(found) if self.size > 1 else found
             except Exception as raised:
                 error = raised if raised_as is None else raised_as(raised)
@@ -295,6 +297,7 @@ def all_arrive(name: str, *, seconds: float) -> bool:
     end = time.monotonic() + seconds
     counter = f"danling/{name}/arrived"
     store.add(counter, 1)
+    # Adding 0 reads the counter.
     while (arrived := store.add(counter, 0)) < size and time.monotonic() <= end:
         time.sleep(_PAUSE_SECONDS)
     # The first rank that has seen one or the other decides: the last one may arrive at the instant at which another gives it up.

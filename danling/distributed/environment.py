@@ -106,6 +106,7 @@ def select_device(local_rank: int) -> torch.device:
     kind = accelerator_type()
     if kind is None:
         return torch.device("cpu")
+    # More processes than devices share them; `_check_shared` refuses that where the backend does.
     index = local_rank % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
@@ -144,12 +145,14 @@ def init_process_group(
     if launch.world_size == 1:
         return False
     if dist.is_initialized():
+        # A later runner of this process shares the group that an earlier one has made.
         shared = _own_group is not None and dist.group.WORLD is _own_group
         _users += shared
         return shared
     if backend is None:
         backend = "gloo"
         if device.type != "cpu":
+            # Gradients are on the device; objects, requests and metrics are on the CPU.
             backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     serves_cpu = "cpu:" in backend and torch.cuda.is_available()
     if device.type == "cpu" and "nccl" in backend and not serves_cpu:
@@ -183,6 +186,7 @@ def _next_store(
     url = init_method or "env://"
     if _rendezvous is None or _rendezvous[0] != url:
         _rendezvous = (url, _open_store(url, launch, timeout))
+    # A prefix for each group: under the keys of the last one, all ranks have come already.
     _groups_made += 1
     store = PrefixStore(f"danling-{_groups_made}", _rendezvous[1])
     _claim(store, launch, device)
@@ -259,6 +263,7 @@ def _open_store(url: str, launch: LaunchEnvironment, timeout: timedelta) -> Stor
                 "no answer. Start it, or check MASTER_ADDR and MASTER_PORT."
             ),
         )
+    # The others are awaited in Python, see `_await_all`. Stores of one process at one port share a server.
     return TCPStore(
         host,
         port,

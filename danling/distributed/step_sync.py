@@ -224,6 +224,7 @@ class StepSync:
         """
         if self.domain.size == 1:
             return own
+        # Of the ranks that compute the same loss, or see the same samples, one reports them.
         mine = [
             own.weight if self.reports_loss else 0.0,
             own.loss if self.reports_loss else 0.0,
@@ -252,6 +253,7 @@ class StepSync:
         for name in own.requests:
             asked[REQUESTS.index(name)].fill_(1.0)
         sums = self._sum(torch.cat([torch.stack(scalars), asked]), extras)
+        # Behind the four sums are the counts of the requests.
         self._in_flight = HostCopy(sums[4:])
         return StepTotals(sums[0], sums[1], sums[2], sums[3], heard)
 

@@ -121,6 +121,7 @@ class ElasticAgent(LocalElasticAgent):
         return started
 
     def _fill_spares(self) -> None:
+        # A spare is a Python that has imported torch: no other program can run in it.
         is_python = os.path.basename(self._launch.program[0]).startswith("python")
         self._spares = [spare for spare in self._spares if spare.is_alive]
         while is_python and len(self._spares) < self._launch.spares:
@@ -354,6 +355,7 @@ def run_agent(launch: Launch) -> int:
         entrypoint=launch.program[0],
         args=tuple(launch.program[1:]),
         rdzv_handler=meeting,
+        # torch would end all ranks and start them again.
         max_restarts=0,
         monitor_interval=_LOOK_SECONDS,
         local_addr="127.0.0.1" if on_one_machine else None,

@@ -188,6 +188,7 @@ class ElasticRanks:
         if "world" not in vars(runner):
             self.domain = vars(runner)["world"] = ElasticDomain(rank=rank, size=size)
         self.domain.rank, self.domain.size, self.domain.is_over = rank, size, False
+        # Past `__setattr__`, which guards the names of the library while `__init__` of the program runs.
         vars(runner)["launch"] = replace(LaunchEnvironment.read(), rank=rank, world_size=size)
 
     def publish_run(self) -> None:

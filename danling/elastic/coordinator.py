@@ -445,6 +445,7 @@ class Coordinator:
         of_host = [each for each in members if each.host == host]
         for peer in of_host:
             peer.stopped_for = (
+                # The machine itself may have been suspended meanwhile.
                 peer.stopped_for + min(seconds, _LONGEST_TICK_SECONDS) if peer.pid in pids else 0.0
             )
         if all(each.stopped_for for each in members) and not self._is_complete:

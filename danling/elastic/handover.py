@@ -87,6 +87,7 @@ class Handover:
         total = 0
         for index, (_, parameter) in enumerate(self._runner.named_parameters()):
             values = parameter.detach().reshape(-1).contiguous().view(torch.uint8)
+            # Sums of bytes are exact: they do not depend on how many threads add.
             total = (total * 31 + int(values.sum(dtype=torch.int64)) + index) % (1 << 62)
         return f"{total:x}"
 
@@ -110,6 +111,7 @@ class Handover:
         if not now.behind:
             return
         sent = self._packed() if now.rank == now.leader else b""
+        # The other ranks do not know how long it is.
         size = torch.tensor([len(sent)])
         dist.broadcast(size, now.leader)
         received = torch.empty(int(size), dtype=torch.uint8)
@@ -191,6 +193,7 @@ class Handover:
         self._drop_means()
         if has_made_updates:
             runner.window.is_first = False
+            # They look at the first update of a run, which is over.
             for observer in [each for each in runner.observers if isinstance(each, FirstGradients)]:
                 runner.observers.remove(observer)
             limit = runner.config.comm.train_timeout_seconds

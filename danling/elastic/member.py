@@ -207,6 +207,7 @@ class Member:
         """
         text = digest() if progress is not None else ""
         while True:
+            # A new handle for each attempt: an order that names an older one is not followed.
             handle = self._group.leave()
             with self._lock:
                 self._side.leave()

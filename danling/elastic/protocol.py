@@ -236,6 +236,7 @@ class CoordinatorSide:
             StatesDiffer: If members at one position have different states.
         """
         if self.phase == "form" and not self.awaited:
+            # Back to the usual patience by and by: a slow machine stays slow for a while.
             self.phase, self.patience = "run", max(1.0, 0.7 * self.patience)
             return True
         if self.phase != "collect" or self.awaited:

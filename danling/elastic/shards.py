@@ -198,6 +198,7 @@ class Shards:
             )
         if self._domain.size > 1:
             self._phase = _SUMS
+            # The vote, see the module.
             is_made = (
                 self._succeeds(lambda: self._domain.all_reduce(torch.zeros(1))) or self._decide()
             )
@@ -406,6 +407,7 @@ class Shards:
         """Return a state of the optimizer with all shards on the main process, and as it is on others. Called on all ranks."""
         size, rank = self._domain.size, self._domain.rank
         names = [name for group in own["param_groups"] for name in group["params"]]
+        # The main process has the shards of ranks 0 and 1 itself.
         of_main, owner = parts_of(self._sizes, size, 0), owners(self._sizes, size)
         state: dict[str, Any] = dict(own["state"])
         for source in range(2, size):

@@ -420,6 +420,7 @@ class Artifacts:
                     file.flush()
                     os.fsync(file.fileno())
                     written = os.fstat(file.fileno())
+                # A reader opens the whole old file, or the whole new one.
                 os.replace(
                     staged, self.path.name, src_dir_fd=self._directory, dst_dir_fd=self._directory
                 )
@@ -465,6 +466,7 @@ class Artifacts:
         folder, self.folder, lock, self._lock = self.folder, None, self._lock, None
         if folder is not None and lock is not None:
             with suppress(BlockingIOError):
+                # Only the last process gets it: the others still share the lock.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.folder = folder
                 self._pack()

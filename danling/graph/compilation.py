@@ -147,6 +147,7 @@ class Compilation(Observer):
         before = stats["unique_graphs"]
         with self.settings():
             yield
+        # The program may clear the counters within the call.
         self.graphs += max(stats["unique_graphs"] - before, 0)
 
     def training_started(self) -> None:

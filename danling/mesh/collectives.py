@@ -22,6 +22,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> object:
+        # A copy: the collective writes in place, and autograd may use this gradient elsewhere.
         grad = grads[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None

@@ -64,6 +64,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, blocks: Iterable[nn.Module], **kwa
 
     The gradient becomes the sum over the mesh, not the mean: who divides is the accumulation window, once.
     """
+    # Inner blocks first: `fully_shard` leaves out what is sharded already.
     for block in reversed(_apart(model, list(blocks))):
         fully_shard(block, mesh=mesh, **kwargs)
     fully_shard(model, mesh=mesh, **kwargs)

@@ -163,6 +163,7 @@ def _even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
     part = 0
     for index, (name, size) in enumerate(zip(names, sizes)):
         left = len(names) - index
+        # A module belongs to the part with its middle; the later parts get one module each at least.
         full = done + size / 2 >= total * (part + 1) / num_parts
         if parts[part] and part < num_parts - 1 and (full or left <= num_parts - 1 - part):
             part += 1
@@ -288,6 +289,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    # It makes a parameter for each name, which unties them.
     model.to_empty(device=device)
     for first, *others in names.values():
         for name in others:

@@ -200,10 +200,12 @@ class Pipeline:
         size = self.microbatch_size
         if self.n_microbatches is not None:
             size = max(samples // self.n_microbatches, 1)
+        # Micro-batches have one size, also those of a shorter last batch.
         size = math.gcd(samples, size)
         real = samples // size
         if self.schedule in _ANY_NUMBER:
             return Cut(size, real, real)
+        # The other schedules need a micro-batch for each stage.
         least = max(real, self.plan.number)
         # Interleaved schedules run in rounds of as many micro-batches as there are ranks.
         if issubclass(self.schedule, PipelineScheduleMulti) and self.schedule not in V_SCHEDULES:
@@ -222,6 +224,7 @@ class Pipeline:
                 args[0].shape[0],
             )
         known = self._signatures.index(signature) if signature in self._signatures else -1
+        # Three numbers a batch. The shapes follow only where they are new.
         header = self.domain.broadcast(
             torch.tensor([samples, known, self._keys.key]), source=self.rank_of_stage[0]
         ).tolist()
@@ -281,6 +284,7 @@ class Pipeline:
             # The place of each micro-batch goes in as its target, so that targets and weights of any shape can be looked up.
             options = {"target": torch.arange(cut.number), "losses": []}
         output = step(*args, **options)
+        # What follows draws the same in whichever order the chunks ran.
         seed_streams(mix_seed(self.key, self.plan.number), self.device)
         if output is None or not missing:
             return output
@@ -340,6 +344,7 @@ class Pipeline:
             index,
             self.plan.number,
             self.device,
+            # With these, torch does not run the part to find the shapes.
             input_args=example(inputs),
             output_args=example(outputs),
             group=self.domain.group,

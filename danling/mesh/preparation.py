@@ -263,6 +263,7 @@ class MeshForward(EvaluationForward):
     def evaluate(self, data: object) -> tuple[Any, Tensor | None]:
         """Return the prediction of a batch, whole on every rank that has one, and its loss."""
         runner, pipeline = self.runner, self.runner.pipeline
+        # With an answer, a step of the program runs on what the stages have computed already.
         if pipeline is None or runner.model.answer is not None:
             with loss_context(runner.topology):
                 pred, loss = super().evaluate(data)
@@ -408,6 +409,7 @@ class ShardedModelStates(ModelStates):
         if averages is not None:
             template["ema"] = {"weights": dict(averages.weights)}
         if self.runner.optimizer is not None:
+            # Moments are divided as their parameters are.
             template["optimizer"] = {"state": dict(self.runner.named_parameters())}
         return template
 

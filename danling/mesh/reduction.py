@@ -247,6 +247,7 @@ class MeshReduction(GradientReduction):
 
         A parameter that got a gradient on some of the ranks gets the sum of these; one that got none keeps none.
         """
+        # Before the sums: a parameter that no rank has used must have no gradient that they count.
         self._complete_units()
         self._complete_partial(self.copies)
         for parameters in self._buckets:
@@ -309,6 +310,7 @@ class MeshReduction(GradientReduction):
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
         gradients = self.held()
         if self.scaler is not None:
+            # `get_scale` would wait for the device.
             scale = self.scaler.scale(
                 torch.ones((), dtype=torch.float64, device=self.topology.device)
             )

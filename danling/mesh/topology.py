@@ -115,6 +115,7 @@ class Topology:
         if mesh is None:
             return None
         if names == self.axes.active:
+            # Another communicator over all ranks would only take memory.
             return dist.group.WORLD
         if len(names) == 1:
             return mesh.get_group()
@@ -151,6 +152,7 @@ class Topology:
             has_loss: Whether the loss is computed on this rank, as by the last stage of a pipeline.
         """
         metrics = self.domain(*axes_with(counts_loss=True))
+        # Made here, where all ranks are: a reduction asks for it only where it has something to sum.
         self.group(*axes_with(sums_gradient=True))
         counts_loss = has_loss and not any(
             self.coordinate[axis] for axis in axes_with(counts_loss=False)

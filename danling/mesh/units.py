@@ -173,6 +173,7 @@ class UnitOrder(Observer):
         for module in sharded_modules(model):
             name = names[id(module)] or type(cast(nn.Module, module)).__name__
             state: Any = module._get_fsdp_state()
+            # Since torch 2.12; before, a module has one group, or none without parameters.
             has_several = hasattr(state, "_fsdp_param_groups")
             for group in state._fsdp_param_groups if has_several else [state._fsdp_param_group]:
                 if group is not None:
@@ -276,6 +277,7 @@ class UnitOrder(Observer):
 
     def _figures(self) -> Tensor:
         """Return whole numbers whose sums over the ranks are exact."""
+        # Halves of 16 bits, whose squares are exact in float64 also as sums over many ranks.
         low = self._hash & _HALF
         high = self._hash >> 16
         figures = [0] * (_FIGURES * self._sets)

@@ -131,6 +131,7 @@ class JointOptimizer(Optimizer):
                 "Expected members over different parameters. Received: a parameter in more than one parameter group. Leave it out of all "
                 "but one."
             )
+        # It sets up the hooks. It also adds each group, which `add_param_group` leaves out until the end of this method.
         super().__init__(groups, {})
         self._is_made = True
 

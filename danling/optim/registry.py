@@ -174,6 +174,7 @@ def _tensors(entries: Sequence[object]) -> list[Any]:
         for entry in entries
         for member in (entry["params"] if isinstance(entry, dict) else [entry])
     ]
+    # torch takes pairs of a name and a parameter too.
     return [member[1] if isinstance(member, tuple) else member for member in members]
 
 
@@ -295,6 +296,7 @@ def build_param_groups(
     for name, parameter in mine:
         if parameter.requires_grad:
             members[place[name]].append(parameter)
+    # A group without a parameter on this rank stays where another stage has one for it: all have the same groups.
     kept = {place[name] for name, trained in required.items() if trained}
     return [{"params": params, **options[i]} for i, params in enumerate(members) if i in kept]
 
@@ -313,6 +315,7 @@ def _group_options(
             f"Expected every optim.param_groups entry to have a `pattern` and keys out of {list(_OWN)}. Received: {dict(entry)}.{hint}"
         )
     try:
+        # Only to name the pattern in the error.
         re.compile(entry["pattern"])
     except re.error as error:
         raise ValueError(

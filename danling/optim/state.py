@@ -455,6 +455,7 @@ def rebuilt(scheduler: Any, optimizer: Optimizer, build: Callable[[], Any]) -> A
 
     As in a resume, the new one has its own length, and the optimizer keeps the options that building has replaced.
     """
+    # Constructing a schedule writes rates, and some schedules the momentum, into the groups.
     kept = copy.deepcopy(options_of(optimizer))
     state = scheduler.state_dict()
     try:
@@ -512,6 +513,7 @@ def adopt_options(
             part.base_lrs = [
                 rate_of.get(id(group), base) for group, base in zip(groups, part.base_lrs)
             ]
+            # What `get_last_lr` returns until the schedule advances.
             part._last_lr = [group["lr"] for group in groups]
 
 

@@ -159,6 +159,7 @@ class ConstantSchedule(WarmupScheduler):
         warmup_steps: float = 0,
         last_epoch: int = -1,
     ) -> None:
+        # A constant rate needs the length of the run only to know its share of it.
         share = 0 < warmup_steps < 1
         super().__init__(
             optimizer, total_steps if share or total_steps else 1, warmup_steps, 1.0, last_epoch

@@ -148,6 +148,7 @@ class Fit:
                 (columns[n].T @ target[n].double().flatten() for n in names),
                 torch.zeros(len(alone)).double(),
             )
+            # By singular values, since gradients of ranks may be multiples of each other.
             solved: Tensor = torch.linalg.lstsq(gram, right[:, None], driver="gelsd").solution[:, 0]
             return solved
 
@@ -433,6 +434,7 @@ class Comparison:
 
     def gradients(self) -> list[Finding]:
         """Return the parameters whose gradients differ from those of one process."""
+        # A small gradient has the rounding of the large ones that it is computed from.
         floor = 4 * _EPS * self.norm
 
         def rounding(name: str, norm: float) -> Rounding:

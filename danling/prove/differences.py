@@ -114,7 +114,10 @@ def compare(
             copies.setdefault(part.offset, []).append((coordinate, part.tensor.double()))
             targets[part.offset] = part.of(one).double()
     error = math.hypot(
-        *(max(norm_of_difference(value, targets[at]) for _, value in ranks) for at, ranks in copies.items())
+        *(
+            max(norm_of_difference(value, targets[at]) for _, value in ranks)
+            for at, ranks in copies.items()
+        )
     )
     if rounding.covers(error, norm):
         return None
@@ -129,15 +132,20 @@ def compare(
     for ranks in copies.values():
         for (first, mine), (second, other) in combinations(ranks, 2):
             apart = [axis for axis in degrees if first.get(axis) != second.get(axis)]
-            if len(apart) == 1 and not rounding.covers(norm_of_difference(mine, other), float(other.norm())):
+            # Ranks that differ on one axis alone have copies along it.
+            if len(apart) == 1 and not rounding.covers(
+                norm_of_difference(mine, other), float(other.norm())
+            ):
                 differing.add(apart[0])
     if differing:
         over = " x ".join(axis for axis in degrees if axis in differing)
         return Finding(name, f"differs between ranks of {over}", norm, layout, share, axis=over)
+    # The factor that fits best, by least squares.
     ratio = sum(float((value * target).sum()) for value, target in pairs) / norm**2 if norm else 0.0
     near = max(_FITS, rounding.relative)
     if norm and all(
-        norm_of_difference(v, ratio * t) <= max(near * float(t.norm()), rounding.absolute) for v, t in pairs
+        norm_of_difference(v, ratio * t) <= max(near * float(t.norm()), rounding.absolute)
+        for v, t in pairs
     ):
         ratio = 0.0 if abs(ratio) < _FITS else ratio
         axes = [

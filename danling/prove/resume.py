@@ -79,6 +79,7 @@ class ResumeProof:
             raise NotChecked(
                 f"Expected a script that makes several updates. Received: {made} updates of a torch optimizer."
             )
+        # So that updates are left to be compared after the resume.
         kill = min(self.updates, 2 * made // 3)
         work = self.script.copied("work")
         killed = self._start(

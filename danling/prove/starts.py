@@ -169,6 +169,7 @@ class Script:
             for process in processes:
                 if process.poll() is None:
                     kill_program(process)
+            # Those in another session or process group, as a launcher starts them.
             end_marked(self.token)
             for process in processes:
                 end_program(process)

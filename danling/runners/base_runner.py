@@ -194,6 +194,7 @@ class BaseRunner(metaclass=MetaRunner):
         self._parts.open()
         self.run_state, self.saver = self._parts.run_state, self._parts.saver
         self.init_distributed()
+        # An override of `init_distributed` may join the group by itself.
         if "world" not in vars(self):
             self.world = world_of(self.world_size, self.device)
         self._check_ranks_alike()
@@ -1081,6 +1082,7 @@ class BaseRunner(metaclass=MetaRunner):
                 payload, source = self.read_checkpoint(checkpoint), checkpoint
             check_payload(payload, "`read_checkpoint` to return the payload of the checkpoint")
             stored = payload.get("runner", {})
+            # A seed that was drawn is no choice of the user: the run continues with that of the checkpoint.
             if self._seed_is_drawn and stored.get("seed") is not None:
                 self.seed = self.state.rng.seed = int(stored["seed"])
                 self._parts.settings_lock.put("seed", self.seed)
@@ -1237,6 +1239,7 @@ class BaseRunner(metaclass=MetaRunner):
         closers, calls = self._parts.closers, self._parts.calls
         if calls is not None and not closers.closed:
             calls.end()
+        # Before the groups are destroyed: a wrapper that outlives them can abort the process.
         if not closers.closed and self.model is not None:
             self.model = self.unwrap(self.model)
         closers.close()
@@ -1244,6 +1247,7 @@ class BaseRunner(metaclass=MetaRunner):
     if not TYPE_CHECKING:  # else a type checker takes every name for one that may be set
 
         def __setattr__(self, name: str, value: object) -> None:
+            # In `__init__` every name is checked. Later the loops set attributes too, and only what hides a method is refused.
             if GUARDED in self.__dict__:
                 check_assignment(self, name, value)
             elif not callable(value):

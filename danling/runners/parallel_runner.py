@@ -147,12 +147,14 @@ class ParallelRunner(TorchRunner):
     def materialize_model(self) -> None:
         """Cut, transform, checkpoint, compile, shard and initialise the model, in this order."""
         is_cut = self.topology.degree("pipeline") > 1
+        # The optimizer of the program holds these parameters, which cutting and sharding replace.
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         check_meta(self.model)
         self._check_offload()
         self._check_labels()
         self._check_micro_batches()
         cuts_whole = is_cut and not is_overridden(self, "build_pipeline_model_parts")
+        # Before the first collective over the weights, which would mix or wait for tensors of other shapes.
         check_built_alike(self.topology, self.model, before_cut=cuts_whole)
         if cuts_whole:
             equalize_built(self.topology, self.model, before_cut=True)
@@ -252,6 +254,7 @@ class ParallelRunner(TorchRunner):
             self.compile_modules(self._blocks(part) or [part])
         if self.topology.degree("shard") > 1:
             equalize_built(self.topology, part)
+            # A mesh with both axes makes FSDP2 add over the replicas as well: HSDP.
             mesh, blocks = self.topology.mesh("replicate", "shard"), self._blocks(part)
             assert mesh is not None
             for root in self._sharded_roots(part):
@@ -267,6 +270,7 @@ class ParallelRunner(TorchRunner):
             number = self._initialized
 
             def initialize() -> None:
+                # The second call, see `initialize_all`, must draw the same numbers.
                 self._initialized = number
                 self.initialize_part(part)
 
@@ -625,6 +629,7 @@ class ParallelRunner(TorchRunner):
                 pred = pipeline.train(loss_of)
         finally:
             self._handed_on = None
+            # `loss_of` has put the weights of the micro-batches of the schedule in its place.
             window.set_current(weight)
         if self.carry is not None:
             raise ValueError(
@@ -670,6 +675,7 @@ class ParallelRunner(TorchRunner):
                 )
             return inputs
         except Exception as error:
+            # `Pipeline.open` raises it on all ranks. Raised here, it would leave the others waiting.
             return error
 
     def _shares(self, data: Any) -> list[tuple[Any, Any]]:

@@ -75,6 +75,7 @@ def check_assignment(
     if name in SETTABLE or name not in runner.library_names:
         return
     owner, original = defined(runner.__class__).get(name, ("BaseRunner", _MISSING))
+    # Its setter checks the value.
     if isinstance(original, property) and original.fset is not None:
         return
     present = vars(runner) if present is None else present

@@ -913,6 +913,7 @@ class TorchRunner(BaseRunner):
             The loss as the criterion reduces it: 0-dim.
         """
         if self.criterion is not None:
+            # A tensor is what most models return, and needs no call.
             given = pred if isinstance(pred, Tensor) else prediction_of(pred)
             loss: Tensor = criterion_loss(self.criterion, given, target)
             return loss
@@ -1100,6 +1101,7 @@ class TorchRunner(BaseRunner):
             payload: The payload of a checkpoint without the excluded parts.
             excluded: The dotted paths of these parts.
         """
+        # Those of the program, before the restore replaces them.
         options = options_of(self.optimizer) if self.optimizer is not None else []
         progress: Any = payload.get("state") or {}
         with self._parts.asked_options.compared_with(progress.get("asked_options", {})):

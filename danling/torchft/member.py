@@ -263,6 +263,7 @@ class ReplicaMember(Extension):
                         "start it again with as many processes as the others have."
                     ) from error
             except Exception as error:
+                # What fails while a state is taken over has its own message.
                 if self._healing or isinstance(error, QuorumError):
                     raise
                 asked = (
@@ -341,6 +342,7 @@ class ReplicaMember(Extension):
         ]
         for bucket in bucketed(gradients):
             flat = flattened(bucket)
+            # A tensor is not compared: the host would wait for the device.
             if not (isinstance(factor, float) and factor == 1.0):
                 flat.mul_(factor)
             scatter(self.all_reduce(flat), bucket)
@@ -359,6 +361,7 @@ class ReplicaMember(Extension):
         if not self.num_participants:
             return totals
         names, found = sorted(totals), totals
+        # Of the other groups, some may have other metrics: sums of other names must not be added.
         mine = [1.0, float(len(names)), float(crc32("\0".join(names).encode()))]
         groups, *shared = self.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
         if (
@@ -430,6 +433,7 @@ class ReplicaMember(Extension):
 
     def leave(self) -> None:
         """Leave the other groups, which go on without this one; the next `open` joins them again."""
+        # The counts go with the manager: they are read before.
         self.state_dict()
         manager, self._manager = self._manager, None
         if manager is not None:

@@ -101,6 +101,7 @@ def _watch_modules(tape: Tape) -> None:
 
     @functools.wraps(call)
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Dynamo would trace the tape into the graph.
         if torch.compiler.is_compiling():
             return call(self, *args, **kwargs)
         enters(self, (args, kwargs))
@@ -282,6 +283,7 @@ def accelerate_loaded() -> None:
 
         def following() -> Any:
             with tape.unseen():
+                # Unseen, since the first rank reads the batches of all ranks here; each rank gets its own below.
                 return next(source)
 
         while True:

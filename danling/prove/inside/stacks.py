@@ -150,6 +150,7 @@ def put(parameter: Tensor, whole: Tensor) -> None:
     own = whole[tuple(slice(start, start + length) for start, length in zip(offset, part.shape))]
     if not torch.equal(own.to(part.dtype), part):
         local = local_of(parameter)
+        # The last shards of FSDP1 have padding.
         (local if local.shape == own.shape else local[: len(own)]).copy_(own)
 
 
