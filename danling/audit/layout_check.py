@@ -41,7 +41,7 @@ from danling.prove.program import (
     scratch_settings,
     start_program,
 )
-from danling.utils.messages import did_you_mean
+from danling.utils.messages import did_you_mean, first_of
 from danling.utils.process import held_port
 
 from .layout_record import WEIGHTS, Record, end_file, record_file
@@ -467,7 +467,7 @@ def compare_update(
     )
     summary = None
     if moved:
-        shown = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
+        shown = first_of(moved, 3)
         summary = (
             f"`parallelize` has changed the weights of {len(moved)} parameters ({shown}): what is saved on this layout under a name is not "
             "what the model has under that name"

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from torch import distributed as dist
 
+from danling.utils.messages import ranks_named
 from danling.utils.process import is_gone, process_space
 
 from .domain import default_store
@@ -156,7 +157,7 @@ class CollectiveCalls:
         ranks: defaultdict[str, list[int]] = defaultdict(list)
         for rank, entry in entries.items():
             ranks[entry].append(rank)
-        return "; ".join(f"{_named(members)} {_in(entry)}" for entry, members in ranks.items())
+        return "; ".join(f"{ranks_named(members)} {_in(entry)}" for entry, members in ranks.items())
 
     def _meet(self, name: str) -> None:
         """Wait until all ranks have begun a call."""
@@ -267,8 +268,3 @@ def _in(entry: str) -> str:
         "": "in none of the runner's calls",
     }
     return endings.get(entry, f"in {entry}()")
-
-
-def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

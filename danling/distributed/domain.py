@@ -38,6 +38,10 @@ def _sendable(error: Exception | None) -> Exception | None:
     return error
 
 
+def _as_it_is(error: Exception) -> Exception:
+    return error
+
+
 class MembershipChanged(BaseException):
     """The ranks of the run have changed: what was begun since the last boundary is begun again.
 
@@ -116,7 +120,7 @@ class Domain:
         return box[0]
 
     def on_first(
-        self, action: Callable[[], T], *, raised_as: Callable[[Exception], Exception] | None = None
+        self, action: Callable[[], T], *, raised_as: Callable[[Exception], Exception] = _as_it_is
     ) -> T:
         """Run `action` on the first member; return its value, or raise its error, on all of them. Call on all members.
 
@@ -132,7 +136,7 @@ class Domain:
                 # Here, and not in the broadcast: what cannot be pickled is an error of `action` then, and the others do not wait for it.
                 value = pickle.dumps(found) if self.size > 1 else found
             except Exception as raised:
-                error = raised if raised_as is None else raised_as(raised)
+                error = raised_as(raised)
         if self.size > 1:
             value, sent = self.broadcast_object((value, _sendable(error)))
             # The first member raises the error itself, which has its traceback.
@@ -143,7 +147,7 @@ class Domain:
         return result
 
     def on_all(
-        self, action: Callable[[], T], *, raised_as: Callable[[Exception], Exception] | None = None
+        self, action: Callable[[], T], *, raised_as: Callable[[Exception], Exception] = _as_it_is
     ) -> T:
         """Run `action` on every member; return its value here, or raise the error of any member on all of them. Call on all members.
 
@@ -157,7 +161,7 @@ class Domain:
 
     @contextmanager
     def failing_together(
-        self, *, raised_as: Callable[[Exception], Exception] | None = None
+        self, *, raised_as: Callable[[Exception], Exception] = _as_it_is
     ) -> Iterator[None]:
         """Raise the error of any member inside on all of them, where the context ends. Enter on all members.
 
@@ -168,7 +172,7 @@ class Domain:
         try:
             yield
         except Exception as raised:
-            error = raised if raised_as is None else raised_as(raised)
+            error = raised_as(raised)
         self.raise_any(error)
 
     def raise_any(self, error: Exception | None) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from danling.utils.devices import accelerator_type, device_identity
+from danling.utils.messages import ranks_named
 
 logger = logging.getLogger("danling")
 
@@ -245,8 +246,9 @@ def _open_store(url: str, launch: LaunchEnvironment, timeout: timedelta) -> Stor
             f"Expected the launcher to set {' and '.join(missing)}, with which the {launch.world_size} processes find each other. "
             "Received: none. Launch with torchrun, or set it."
         )
-    host = os.environ["MASTER_ADDR"] if in_environment else parts.hostname
-    port = int(os.environ["MASTER_PORT"]) if in_environment else parts.port
+    host, port = parts.hostname, parts.port
+    if in_environment:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not host or port is None:
         raise ValueError(
             f"Expected init_method to be 'tcp://HOST:PORT'. Received: init_method={url!r}. Add both."
@@ -298,7 +300,7 @@ def _await_all(store: Store, launch: LaunchEnvironment, timeout: timedelta) -> N
             bytes(store.compare_set("reports", "", str(launch.rank))) == str(launch.rank).encode()
         )
         return (
-            f"{size - len(missing())} of {size} processes have started. Missing: {_ranks(missing())}."
+            f"{size - len(missing())} of {size} processes have started. Missing: {ranks_named(missing())}."
             if is_first
             else ""
         )
@@ -310,7 +312,7 @@ def _await_all(store: Store, launch: LaunchEnvironment, timeout: timedelta) -> N
             report=report,
             failure=lambda: (
                 f"Expected {size} processes to start within {timeout.total_seconds():g} s (comm.init_timeout_seconds). Received: "
-                f"{size - len(missing())}. Missing: {_ranks(missing())}. Start them, or give them more time."
+                f"{size - len(missing())}. Missing: {ranks_named(missing())}. Start them, or give them more time."
             ),
         )
     except dist.DistNetworkError as error:
@@ -340,12 +342,6 @@ def _await(
                 logger.warning(text)
         # Often at first, since ranks usually start within milliseconds of each other.
         time.sleep(min(max(waited / 10, 0.005), _LONGEST_PAUSE_SECONDS))
-
-
-def _ranks(missing: list[int]) -> str:
-    """Return the first ranks of a list as text."""
-    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return f"rank{'s' if len(missing) > 1 else ''} {shown}"
 
 
 def set_collective_timeout(

@@ -225,12 +225,8 @@ class StepSync:
         if self.domain.size == 1:
             return own
         # Of the ranks that compute the same loss, or see the same samples, one reports them.
-        mine = [
-            own.weight if self.reports_loss else 0.0,
-            own.loss if self.reports_loss else 0.0,
-            own.samples if self.reports_samples else 0.0,
-            own.nonfinite,
-        ]
+        weighed = (own.weight, own.loss) if self.reports_loss else (0.0, 0.0)
+        mine = [*weighed, own.samples if self.reports_samples else 0.0, own.nonfinite]
         extras = [
             (extra, values)
             for extra in self.extra_reductions

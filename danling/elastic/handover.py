@@ -168,10 +168,9 @@ class Handover:
         self._live_state.load(state)
         more = state["elastic"]
         session.stop_reason, session.save_requested = more["stop_reason"], more["save_requested"]
-        saved_at, begun = more["saved_at"], more["begun_pass"]
-        runner.saver.saved_at = None if saved_at is None else tuple(saved_at)
+        runner.saver.saved_at = more["saved_at"]
         self._results.scored_at = more["scored_at"]
-        loop.begun_pass = None if begun is None else tuple(begun)
+        loop.begun_pass = more["begun_pass"]
         loop.begun_passes = more["begun_passes"]
         loop.last_split = more["last_split"]
         self._reporter.trackers.recent = recent_records(

@@ -146,6 +146,7 @@ class Axes:
                 f"Expected degrees that are integers >= 1, at most one of them -1. {received}."
             )
         for name in open_axes:
+            # The open axis is a -1 in this product.
             fixed = -prod(wanted.values())
             if world_size % fixed:
                 raise ValueError(

@@ -19,7 +19,7 @@ from .comparison import (
     distinct_ranks,
     layout_notes,
     refuse,
-    sample_note,
+    sample_notes,
 )
 from .differences import NotChecked
 from .inside.tape import Job
@@ -58,8 +58,7 @@ class LayoutProof:
         self.layout = _updates(directory)
         rows = [_rows(directory / f"rank-{rank}.batches") for rank in range(report.processes)]
         self.ranks = distinct_ranks(rows)
-        note = sample_note(rows)
-        report.notes += [*([] if note is None else [note]), *layout_notes(self.layout)]
+        report.notes += [*sample_notes(rows), *layout_notes(self.layout)]
         refuse(self.layout[0], len(self.ranks))
         samples = {tuple(rank["inputs"]): sum(rank["inputs"]) for rank in self.layout[0].ranks}
         inputs = [sum(self.layout[0].ranks[rank]["inputs"]) for rank in self.ranks]

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danling.utils.messages import first_of
+
 from .differences import Finding, NotChecked, Part, Rounding, compare, finding_lines
 from .inside.stacks import assembled, placed
 
@@ -60,7 +62,7 @@ class Update:
     def whole(self, kind: str, name: str, shape: Sequence[int]) -> Tensor | None:
         """Return a whole tensor of a shape from the parts of the ranks; `None` where they make none."""
         pieces = [rank[kind][name] for rank in self.ranks if name in rank[kind]]
-        whole = assembled(pieces, shape) if pieces else None
+        whole = assembled(pieces, shape)
         return None if whole is None else whole.double()
 
     def held(
@@ -289,20 +291,22 @@ def distinct_ranks(rows: Sequence[Sequence[int]]) -> list[int]:
     return list(seen.values())
 
 
-def sample_note(rows: Sequence[Sequence[int]]) -> str | None:
+def sample_notes(rows: Sequence[Sequence[int]]) -> Iterator[str]:
     """Say that several ranks have read the same samples."""
     number = len(rows)
     if not any(rows):
-        return None
+        return
     distinct = distinct_ranks(rows)
-    if number > 1 and len(distinct) < number:
-        return (
+    if len(distinct) < number:
+        yield (
             f"{number} ranks read {len(distinct)} different sequences of batches: right for tensor and context parallelism, else a sampler "
             "is missing"
         )
+        return
     counts = Counter(row for rank in distinct for row in set(rows[rank]))
     repeated = sum(1 for count in counts.values() if count > 1)
-    return f"{repeated} samples were read by several ranks" if repeated else None
+    if repeated:
+        yield f"{repeated} samples were read by several ranks"
 
 
 def layout_notes(updates: Sequence[Update]) -> Iterator[str]:
@@ -311,7 +315,7 @@ def layout_notes(updates: Sequence[Update]) -> Iterator[str]:
         frozen = all(not group.get("lr", 1.0) for group in update.first["groups"])
         unchanged = dict.fromkeys(name for rank in update.ranks for name in rank["unchanged"])
         if unchanged and not frozen:
-            shown = ", ".join(list(unchanged)[:3]) + (", ..." if len(unchanged) > 3 else "")
+            shown = first_of(list(unchanged), 3)
             yield f"update {number} changed nothing in {len(unchanged)} parameters whose gradient is not zero: {shown}"
         dropped = update.first["dropped"]
         if dropped:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from danling.utils.messages import first_of
 from danling.utils.process import held_port
 
 from .differences import NotChecked
@@ -325,7 +326,7 @@ def copy_directory(source: Path, target: Path) -> list[Path]:
 
 @cache
 def _name_links(linked: tuple[Path, ...]) -> None:
-    shown = ", ".join(map(str, linked[:3])) + (", ..." if len(linked) > 3 else "")
+    shown = first_of(linked, 3)
     announce(
         f"the working directory has more than {_COPIED_FILES} files or {_COPIED_BYTES >> 30} GiB, so {len(linked)} files or directories of "
         f"its copy are links: {shown}. What the script writes into them changes the originals; write to other files for the check"

@@ -1249,7 +1249,7 @@ class BaseRunner(metaclass=MetaRunner):
         def __setattr__(self, name: str, value: object) -> None:
             # In `__init__` every name is checked. Later the loops set attributes too, and only what hides a method is refused.
             if GUARDED in self.__dict__:
-                check_assignment(self, name, value)
+                check_assignment(self, name, value, self.__dict__)
             elif not callable(value):
                 if name not in SETTABLE:
                     check_method(self, name, value)

@@ -62,10 +62,12 @@ class DeepSpeedRunner(TorchRunner):
         """Join the process group, as every stack; alone, make one of this process, since an engine needs it."""
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         self.deepspeed = engines.import_deepspeed(torch.device(kind))
+        # A group that the program has made is left to it.
         given = dist.is_initialized()
         super().init_distributed()
         self._parts.closers.enter_context(engines.local_rank_known(self.local_rank))
         if not dist.is_initialized():
+            # In memory, since no other process has to find it.
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         if not given:
             self._parts.closers.callback(engines.leave_process_group)

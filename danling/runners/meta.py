@@ -52,7 +52,8 @@ class MetaRunner(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         runner: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
-        config, forgotten = args[0] if args else kwargs.get("config"), None
+        config = args[0] if args else kwargs.get("config")
+        forgotten: AttributeError | None = None
         try:
             try:
                 runner.__init__(*args, **kwargs)

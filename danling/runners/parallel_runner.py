@@ -489,11 +489,9 @@ class ParallelRunner(TorchRunner):
         """Return whether the model compares each position with the label of the next one, which may be on the next rank."""
         if self.criterion is not None or self._parts.loss.own_loss:
             return False
-        shifts = (
-            shifts_labels(self.unwrapped_model)
-            if self.shifts_labels is None
-            else self.shifts_labels
-        )
+        shifts = self.shifts_labels
+        if shifts is None:
+            shifts = shifts_labels(self.unwrapped_model)
         labels = peek_target(data)
         is_open = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
         if shifts is None and is_open and aligned_labels(data) is None:
@@ -509,11 +507,9 @@ class ParallelRunner(TorchRunner):
         if self.topology.degree("context") == 1:
             return
         own_loss = self.criterion is not None or self._parts.loss.own_loss
-        shifts = (
-            shifts_labels(self.model)
-            if self.shifts_labels is None and not own_loss
-            else self.shifts_labels
-        )
+        shifts = self.shifts_labels
+        if shifts is None and not own_loss:
+            shifts = shifts_labels(self.model)
         if shifts and (own_loss or not takes_aligned_labels(self.model)):
             whose = (
                 "a criterion or compute_loss"

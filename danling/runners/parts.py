@@ -99,7 +99,7 @@ class Parts:
         self.attributes = KeptAttributes(owner)
         self.observer_states = ObserverStates(owner, session.observers)
         self.reporter = Reporter(owner, session, self.data, closers)
-        self.stores = self.remote if is_asked("remote", owner.config) else None
+        self.stores = self._asked_stores()
         self.run_state = RunState(owner)
         self.saver = RunSaver(owner, session, self.extensions, self.stores)
         # A program that saves goes on from what it has loaded, as one that trains does.
@@ -133,10 +133,13 @@ class Parts:
 
     def follow_store(self) -> None:
         """Read `checkpoint.remote.url` again, which the user's `__init__` may set or unset. No communication."""
-        stores = self.remote if is_asked("remote", self.owner.config) else None
+        stores = self._asked_stores()
         self.stores = self.saver.stores = self.run_location.stores = stores
         if stores is not None:
             stores.follow(self.run_location)
+
+    def _asked_stores(self) -> RemoteStores | None:
+        return self.remote if is_asked("remote", self.owner.config) else None
 
     def finish(self) -> None:
         """Make what is needed from the restore on. Called on all ranks, at the end of construction."""

@@ -61,16 +61,17 @@ def guard(runner: Any, early: Mapping[str, object]) -> None:
     }
     attributes["library_names"] = frozenset({*SETTABLE, *defined(runner.__class__), *set_here})
     for name in early.keys() - set_here:
-        check_assignment(runner, name, attributes[name], {})
+        check_assignment(runner, name, attributes[name], present={})
     attributes[GUARDED] = True
 
 
-def check_assignment(
-    runner: Any, name: str, value: object, present: Mapping[str, object] | None = None
-) -> None:
+def check_assignment(runner: Any, name: str, value: object, present: Mapping[str, object]) -> None:
     """Refuse an attribute of the user's under a name of the library's.
 
     Components, hooks and what has the type of the library's own value may be set; a method may be replaced by a function.
+
+    Args:
+        present: The attributes of the runner that the library has set.
     """
     if name in SETTABLE or name not in runner.library_names:
         return
@@ -78,7 +79,6 @@ def check_assignment(
     # Its setter checks the value.
     if isinstance(original, property) and original.fset is not None:
         return
-    present = vars(runner) if present is None else present
     if original is _MISSING and name in present:
         original = present[name]
         is_allowed = value is original or (

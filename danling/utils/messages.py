@@ -134,6 +134,17 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def first_of(names: Sequence[object], most: int) -> str:
+    """Return the first names as text, with dots behind them if there are more."""
+    shown = [*map(str, names[:most])]
+    return ", ".join([*shown, "..."] if len(names) > most else shown)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Return the first eight of some ranks as text, such as `ranks 0, 3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, 8)}"
+
+
 def listed(names: Sequence[str]) -> str:
     """Return the first five names as text, with the total number if there are more."""
     shown = ", ".join(names[:5])

@@ -132,6 +132,8 @@ def placed(pieces: Sequence[Piece], shape: Sequence[int]) -> Sequence[Piece]:
 
 def assembled(pieces: Sequence[Piece], shape: Sequence[int]) -> Tensor | None:
     """Return the whole tensor from the parts of the ranks in order; `None` where they do not make one of this shape."""
+    if not pieces:
+        return None
     pieces = placed(pieces, shape)
     if pieces[0][1] != tuple(shape):
         return None

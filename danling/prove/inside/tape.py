@@ -424,7 +424,7 @@ def _whole(
     ranks: Sequence[dict[str, stacks.Piece]], name: str, shape: Sequence[int]
 ) -> Tensor | None:
     pieces = [pieces[name] for pieces in ranks if name in pieces]
-    return stacks.assembled(pieces, shape) if pieces else None
+    return stacks.assembled(pieces, shape)
 
 
 def _divisors_of(loss: Tensor) -> Iterator[float]:
