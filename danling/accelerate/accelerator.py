@@ -164,6 +164,7 @@ def check_launch(
         )
     if world_size > 1 or "RANK" in environment:
         return
+    # What MPI sets for each of several processes.
     signs = [name for name in _MPI_SIZES if environment.get(name, "1") not in ("", "1")]
     if environment.keys() >= {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}:
         signs.append("MASTER_PORT")
@@ -211,6 +212,7 @@ def open_accelerator(
     """Return an accelerator with the rank and the device of this process. Call on all ranks, after the process group was joined."""
     global _users
     accelerate = import_accelerate()
+    # Its rank and its precision are set by the first one of a process, and later ones take them over.
     if _users == 0 and import_module("accelerate.state").is_initialized():
         raise ValueError(
             "Expected the runner to make the Accelerator of this process, whose state all of them share. Received: one that was made "

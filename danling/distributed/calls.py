@@ -169,6 +169,7 @@ class CollectiveCalls:
         pause = _SHORTEST_PAUSE_SECONDS
         has_reported = False
         checks_at = began + _SECONDS_BETWEEN_CHECKS
+        # A counter in the store and no collective, which would pair with whatever the others are in.
         arrived = self._store.add(counter, 1)
         while arrived < self._size:
             time.sleep(pause)

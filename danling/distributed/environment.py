@@ -87,6 +87,7 @@ def check_tasks() -> None:
         ValueError: If there are several tasks, and neither RANK nor WORLD_SIZE is set.
     """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    # WORLD_SIZE=1 says that a task trains alone on purpose.
     has_ranks = any(os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
     if tasks.isdecimal() and int(tasks) > 1 and not has_ranks:
         raise ValueError(
@@ -214,6 +215,7 @@ def _check_shared(
     if device.type == "cpu" or not store.check(["shared"]):
         return
     shared = bytes(store.get("shared")).decode()
+    # A backend is one name, or one for each kind of device: cpu:gloo,cuda:nccl.
     own = dict(pair.partition(":")[::2] for pair in backend.split(",")).get(device.type, backend)
     if own == "nccl":
         raise ValueError(
@@ -331,6 +333,7 @@ def _await(
 ) -> None:
     """Wait for something in Python, so that signals are handled meanwhile; log `report` once, or raise `failure` at the end."""
     began = time.monotonic()
+    # Not at once, since ranks of a large job start over seconds.
     has_reported = False
     while not has_come():
         waited = time.monotonic() - began

@@ -46,6 +46,7 @@ class MainProcess:
         self._reporter.become_main(runner.workspace.log_file if runner.config.log else None)
         manager = runner.checkpoint_manager
         if not runner.config.checkpoint.load_only:
+            # The process that has ended may have left a save half-way.
             manager.checkpoints.tidy()
             record = newest_record(manager.checkpoints.path)
             if record is not None:

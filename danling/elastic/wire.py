@@ -44,6 +44,7 @@ class Channel:
     def __init__(self, connection: socket.socket, *, longest_line: int = LONGEST_LINE) -> None:
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
+            # Messages are short, and ranks wait for them.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self.longest_line = connection, longest_line
         self._received = bytearray()

@@ -411,6 +411,7 @@ class GraphPreparation(ModelPreparation):
                 "Expected the graph stack to wrap the model together with its loss. Received: a model in DistributedDataParallel. Hand "
                 "options of it over in `ddp_kwargs`, or choose stack='ddp'."
             )
+        # The program has replaced the model, which the compiled function holds.
         if self._function is None or self._function.model is not model:
             self._function = self._whole_loss(model)
         return self._function

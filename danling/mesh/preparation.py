@@ -329,6 +329,7 @@ def rebind_optimizer(
     trained = 0
     for group in optimizer.param_groups:
         # A parameter of another stage has no successor here.
+        # One that the model has not, such as of the criterion, stays.
         found = [now.get(names[id(p)]) if id(p) in names else p for p in group["params"]]
         group["params"] = [p for p in found if p is not None]
         trained += sum(id(p) in known for p in group["params"])

@@ -111,6 +111,7 @@ class Topology:
 
         The first call for a set of several axes makes the group, so call it on all ranks.
         """
+        # Axes of degree 1 make no difference: their group is that of the others.
         names, mesh = self.active(*axes), self.mesh(*axes)
         if mesh is None:
             return None
@@ -126,6 +127,7 @@ class Topology:
 
     def _limit(self, groups: list[dist.ProcessGroup]) -> None:
         """Give groups the time limit of the default one: torch makes those of a mesh with 30 minutes, whatever that has."""
+        # Unknown where a backend hides it; then that of torch stays.
         limit = collective_timeout(self.device)
         if limit is not None:
             set_collective_timeout(limit, groups)

@@ -44,6 +44,7 @@ def matrices_of(
             in a layer of an `nn.ModuleList`, or has one in an `nn.Sequential` or directly in a list, which may be a layer or a head.
     """
     modules = {canonical_name(name): module for name, module in model.named_modules()}
+    # By identity: a head whose weight is tied to an embedding is no matrix either.
     embedded = {
         id(parameter)
         for module in modules.values()
@@ -139,6 +140,7 @@ def build_muon(
                 "Expected optim.adamw.lr next to optim.type='muon': the two optimizers need different rates. Received: "
                 "optim.adamw.lr=None. Set it, such as to 3e-4, or set optim.adjust_lr_fn='match_rms_adamw', which makes optim.lr fit both."
             )
+        # The rate of torch.optim.Muon where none is set.
         of_rest["lr"] = options.get("lr", 1e-3)
     adamw = build({**of_rest, "type": "adamw"}, rest)
     logger.info("Muon trains %s; AdamW trains %s.", _described(named, matrices), _described(rest))

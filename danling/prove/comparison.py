@@ -186,8 +186,10 @@ class Fit:
         shown = (
             f"{_numbers(self.layout)} on the layout, {_numbers(self.joined)} in the joined batch"
         )
+        # All ranks are off by one factor: a wrong divisor, or a gradient that is added where its mean is wanted.
         if max(ratios) - min(ratios) <= 0.01 * abs(max(ratios)):
             return f"the gradient is {_ratio(sum(ratios) / len(ratios), number)} that of one process; the ranks count {shown}"
+        # All ranks weigh the same, and the joined batch weighs them by their samples.
         if max(self.layout) - min(self.layout) <= 2e-3 * abs(max(self.layout)):
             times = sum(self.layout) / (sum(self.joined) or 1.0)
             more = "" if abs(times - 1) < 0.02 else f", {times:.4g} times"
@@ -312,6 +314,7 @@ def sample_notes(rows: Sequence[Sequence[int]]) -> Iterator[str]:
 def layout_notes(updates: Sequence[Update]) -> Iterator[str]:
     """Yield what is noticed about the updates of a layout, and may be wrong in one process too."""
     for number, update in enumerate(updates, 1):
+        # With a rate of 0, as in the first update of many warm-ups, no weight is to change.
         frozen = all(not group.get("lr", 1.0) for group in update.first["groups"])
         unchanged = dict.fromkeys(name for rank in update.ranks for name in rank["unchanged"])
         if unchanged and not frozen:
@@ -348,6 +351,7 @@ def layout_notes(updates: Sequence[Update]) -> Iterator[str]:
 def _alike(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     seen: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors.items():
+        # Zeros and ones, as biases and norms begin, say nothing.
         if tensor.numel() < 2 or bool((tensor == tensor.flatten()[0]).all()):
             continue
         key = (
@@ -453,6 +457,7 @@ class Comparison:
         """Return the parameters whose weights differ after the update."""
         start = self.one.of_one("start")
         own = self.one.of_one("weights")
+        # A step smaller than the precision of a weight is rounded away on one side and made on the other.
         share = 0.5 if self.is_coarse else _WEIGHTS
 
         def rounding(name: str, norm: float) -> Rounding:
@@ -479,6 +484,7 @@ class Comparison:
                 where = "in one process" if one is None else "on the layout"
                 raise NotChecked(f"{name} is no parameter {where}, so that it cannot be compared")
             held = self.layout.held(kind, name, one.shape)
+            # Parts that do not make up a tensor of this shape, as where a stack flattens what it divides.
             if held[0][1].shape != tuple(one.shape):
                 skipped.append(name)
                 continue
@@ -510,6 +516,7 @@ class Comparison:
         """Return the loss in one process and on the layout: ranks have a mean over their samples, or a part of a sum."""
         own = [_loss(rank) for rank in self.layout.ranks]
         wanted = _loss(self.one.first)
+        # What the script back-propagates on a rank is a mean over its samples, its part of a sum, or the whole on each rank.
         nearest = min(
             (sum(own) / len(own), sum(own), own[0]), key=lambda value: abs(value - wanted)
         )
@@ -531,6 +538,7 @@ class Comparison:
             )
         if self.one.first["models"] != self.layout.first["models"]:
             return
+        # A set, since ranks of tensor parallelism read the same samples.
         amounts = {(rank["amount"], tuple(rank["inputs"])) for rank in self.layout.ranks}
         amount, wanted = math.fsum(amount for amount, _ in amounts), float(self.one.first["amount"])
         rows = sum(sum(inputs) for _, inputs in amounts)

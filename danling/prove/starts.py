@@ -84,6 +84,7 @@ class Script:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Have no process of the script be left afterwards, even where this process is killed."""
+        # In its own session, so that a signal for this process group does not end it before the script.
         guard = subprocess.Popen(
             [sys.executable, "-I", os.fspath(Path(__file__).with_name("guard.py")), self.token],
             stdin=subprocess.PIPE,
@@ -120,6 +121,7 @@ class Script:
         """
         records = self.scratch / name
         records.mkdir(parents=True)
+        # Two starts of one script would write the same outputs and checkpoints.
         work = directory or self.copied(f"{name}-work")
         settings = {**asdict(job), "directory": os.fspath(records), "token": self.token}
         try:
@@ -136,6 +138,7 @@ class Script:
         command = self.one if alone else self.command
         # `None` where the command starts the processes itself, also as one.
         number = 1 if alone and self.ranks is not None else self.ranks
+        # Python runs `sitecustomize` of the first directory in each process of the script, also in those that a launcher starts.
         paths = [os.fspath(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **_NO_TRACKERS,
@@ -145,6 +148,7 @@ class Script:
             VARIABLE: json.dumps(dict(settings)),
         }
         if sys.platform == "linux" and not torch.cuda.is_available():
+            # gloo looks the name of the machine up, which in many containers leads nowhere.
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -187,6 +191,7 @@ class Script:
         others: float | None = None
         while True:
             exited = [process.poll() for process in processes]
+            # Before the exit codes: the tape says more than the end of a process does.
             for file in records.glob("rank-*.failed"):
                 raise NotChecked(file.read_text())
             done = sorted(records.glob("rank-*.end"))
@@ -252,6 +257,7 @@ def one_process(command: Sequence[str]) -> list[str] | None:
                 words[at + 1] = "1"
     if not found:
         at = next(at for at, word in enumerate(words) if os.path.basename(word) in _LAUNCHERS) + 1
+        # `accelerate launch` has its options behind the second word.
         words[at + (launcher == "accelerate") : at + (launcher == "accelerate")] = [names[0], "1"]
     return words
 
@@ -315,6 +321,7 @@ def copy_directory(source: Path, target: Path) -> list[Path]:
                 queue.append((path, own))
             elif entry.is_file() and files > 0 and entry.stat().st_size <= size:
                 files, size = files - 1, size - entry.stat().st_size
+                # Another process may remove a file meanwhile.
                 with suppress(PermissionError, FileNotFoundError):
                     shutil.copy2(path, own)
             else:

@@ -115,8 +115,10 @@ def _train_step(runner: TorchRunner, call: Callable[[Any], Any], data: object) -
                 parts.calls.note_loop()
             parts.session.start()
             parts.loop.begin_updates()
+            # A program may have evaluated by hand before.
             if not runner.model.training:
                 runner.model.train()
+    # The library knows neither its place nor its number of samples.
     batch = Batch(data, None, None)
     if parts.calls is None:
         return parts.update.run(batch, call)

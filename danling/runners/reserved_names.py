@@ -59,6 +59,7 @@ def guard(runner: Any, early: Mapping[str, object]) -> None:
     set_here = {
         name for name, value in attributes.items() if early.get(name, _MISSING) is not value
     }
+    # What `__init__` of the library has set is a name of the library, too.
     attributes["library_names"] = frozenset({*SETTABLE, *defined(runner.__class__), *set_here})
     for name in early.keys() - set_here:
         check_assignment(runner, name, attributes[name], present={})

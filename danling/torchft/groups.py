@@ -105,6 +105,7 @@ def make_manager(keeps_waiting: Callable[[bool], bool], **options: Any) -> Any:
             # Once: what takes the state of another group asks for the quorum again, and not on all ranks.
             if self._in_start:
                 self._in_start = False
+                # Agreed in each slice: a rank that stopped to wait alone would leave the others in the collective.
                 while keeps_waiting(not wait([self._quorum_future], timeout=_SLICE).done):
                     continue
             super().wait_quorum()

@@ -135,6 +135,7 @@ def _joined(parts: Sequence[Tensor], reverse: bool, key: object) -> Tensor:
     padded = []
     for each in parts:
         room = each.new_full((len(each), *size), fill)
+        # Sequences of the ranks are padded to their own longest one.
         room[tuple(slice(0, length) for length in each.shape)] = each
         padded.append(room)
     whole = torch.cat(padded)
@@ -182,6 +183,7 @@ class Loaders:
             self.kept[at].append(None)
             raise
         self.seen += 1
+        # As bytes: the script may change a batch in place.
         room = io.BytesIO()
         torch.save(batch, room)
         self.kept[at].append((rows_of(batch), room.getvalue()))
@@ -208,6 +210,7 @@ class Loaders:
         if self.how == "micro":
             entries = [entries[min(which, len(entries) - 1)]]
         batches = [torch.load(io.BytesIO(data), weights_only=False) for _, data in entries]
+        # As it was, also where its kind of batch cannot be joined.
         if len(batches) == 1 and self.how != "reversed":
             return batches[0]
         return join(batches, reverse=self.how == "reversed")

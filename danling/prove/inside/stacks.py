@@ -47,6 +47,7 @@ def clean(name: str) -> str:
     """Return the name of a parameter without those of wrappers."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
+    # DistributedDataParallel within another wrapper puts it there twice.
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
@@ -74,6 +75,7 @@ def names_of(params: Sequence[Tensor]) -> dict[int, str]:
     wanted = {id(p) for p in params}
     found = dict[int, str]()
     named = [list(module.named_parameters()) for module in roots()]
+    # The module that has most of them names them; others name only what is left.
     named.sort(key=lambda pairs: -sum(id(p) in wanted for _, p in pairs))
     taken: set[str] = set()
     for pairs in named:
