@@ -122,10 +122,8 @@ def compare(
     if rounding.covers(error, norm):
         return None
     pairs = [(ranks[0][1], targets[at]) for at, ranks in copies.items()]
-    layout, share = (
-        math.hypot(*(float(value.norm()) for value, _ in pairs)),
-        error / norm if norm else math.inf,
-    )
+    layout = math.hypot(*(float(value.norm()) for value, _ in pairs))
+    share = error / norm if norm else math.inf
     if not math.isfinite(error):
         return Finding(name, "not finite", norm, layout, share)
     differing = set()
