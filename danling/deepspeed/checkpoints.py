@@ -140,6 +140,7 @@ class DeepSpeedCheckpointManager(CollectiveCheckpointManager):
     ) -> None:
         if self.settings.load_only:
             return
+        # The engine writes in the foreground: only the upload may have failed in the background.
         if self.copier.copies:
             self._surface()
         self._ahead = None
@@ -312,6 +313,7 @@ def consolidated_weights(path: Path, *, trust: bool = False) -> dict[str, Tensor
         with _as_an_engine_writes(path):
             return {canonical_name(name): tensor for name, tensor in module["module"].items()}
     converter = _converter("deepspeed.utils.zero_to_fp32", path, trust)
+    # The converter prints its progress.
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         found = dict(
             converter.get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
@@ -374,8 +376,10 @@ def _universal_states(
             shape = weights[name].shape
             state = {}
             for file in sorted(Path(folder, "zero", name).glob("*.pt")):
+                # The weight itself, and a number that `scalars` has.
                 if file.stem not in ("fp32", "step"):
                     found = read_engine_file(file)
+                    # The state may be flat, with padding at its end.
                     tensor = found["param"] if isinstance(found, Mapping) else found
                     state[file.stem] = tensor.reshape(-1)[: shape.numel()].reshape(shape)
             if state:

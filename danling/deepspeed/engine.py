@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -60,13 +60,15 @@ def _numbers(version: str) -> list[int]:
 @contextmanager
 def local_rank_known(local_rank: int) -> Iterator[None]:
     """Let DeepSpeed, which refuses to start without, read `LOCAL_RANK` in a process that was started without a launcher."""
-    given = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys()
-    os.environ.update({} if given else {"LOCAL_RANK": str(local_rank)})
+    if {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys():
+        yield
+        return
+    os.environ["LOCAL_RANK"] = str(local_rank)
     try:
         yield
     finally:
-        if not given:
-            os.environ.pop("LOCAL_RANK", None)
+        # Programs that this process starts would take it for a launcher's.
+        os.environ.pop("LOCAL_RANK", None)
 
 
 def leave_process_group() -> None:
@@ -107,6 +109,7 @@ def zero_stage(engine: Any) -> int:
 def flat_parameters(engine: Any) -> list[Tensor]:
     """Return the flat float32 parameters of this rank's share, one or more for each group of the optimizer."""
     optimizer = engine.optimizer
+    # In this order those of ZeRO 3, of ZeRO 1 and 2, and of bfloat16 weights under stage 1.
     for name in (
         "fp32_partitioned_groups_flat",
         "single_partition_of_fp32_groups",
@@ -143,6 +146,7 @@ def discard_gradients(engine: Any) -> None:
     """Throw the gradient of the window away, as the engine does with one that is not finite."""
     engine.zero_grad()
     optimizer = engine.optimizer
+    # Each of DeepSpeed's optimizers keeps the gradient elsewhere.
     if not zero_stage(engine):
         return
     if hasattr(optimizer, "clear_hp_grads"):
@@ -188,7 +192,7 @@ def full_state(engine: Any, parameter: nn.Parameter) -> dict[str, object]:
     # DeepSpeed gathers everything as float32.
     return {
         key: utils.safe_get_full_optimizer_state(parameter, key).to(value.dtype)
-        if isinstance(value, Tensor) and _is_wide(value)
+        if _is_wide(value)
         else _copied(value)
         for key, value in _state_like(engine).items()
     }
@@ -254,7 +258,7 @@ def _copied(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _is_wide(value: object) -> bool:
+def _is_wide(value: object) -> TypeGuard[Tensor]:
     """Whether a state has a value for each element of a parameter, unlike the number of steps."""
     return isinstance(value, Tensor) and value.dim() > 0
 

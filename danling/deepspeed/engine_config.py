@@ -52,6 +52,7 @@ def engine_config(runner: DeepSpeedRunner) -> dict[str, object]:
         "gradient_clipping": 0.0,
         "zero_optimization": zero,
     }
+    # Before the keys of the user, which may say otherwise: the runner's optimizer is not DeepSpeed's.
     if runner.optimizer is not None:
         merged = {
             "zero_allow_untested_optimizer": True,
@@ -116,6 +117,7 @@ def _refuse_contradictions(given: Mapping[str, Any], runner: DeepSpeedRunner) ->
         own, kind = getattr(runner, key), (runner.config.get(section) or {}).get("type")
         # A scheduler is built from its section after the engine.
         if key in given and (own is not None or (kind and key == "scheduler")):
+            # A type in the configuration is what the user can change.
             source = f"{section}.type={kind!r}" if kind else f"self.{key}, a {type(own).__name__}"
             raise ValueError(
                 f"Expected one {key}. Received: deepspeed.{key}={given[key]!r} and {source}. Keep one of them."

@@ -47,7 +47,9 @@ class ReachedParameters:
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Watch parameters that are not watched yet."""
-        for parameter in parameters if not self._has_stopped else ():
+        if self._has_stopped:
+            return
+        for parameter in parameters:
             if id(parameter) not in self._watches:
                 watch = parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
                 self._watches[id(parameter)] = watch
@@ -145,7 +147,8 @@ class EnginePreparation(ModelPreparation):
             yield
         if not modify:
             return
-        if self.world.size > 1 and self.runner.engine_stage < 3:
+        # Under ZeRO 3, what the first rank has changed is broadcast where the weights are divided again.
+        if self.runner.engine_stage < 3:
             for parameter in model.parameters():
                 self.world.broadcast(parameter.data)
         if self.runner.engine_stage:
@@ -153,6 +156,7 @@ class EnginePreparation(ModelPreparation):
             self.runner.engine.optimizer.refresh_fp32_params()
 
     def broadcast_buffers(self, model: object, more: Sequence[Tensor] = ()) -> None:
+        # Asked first: this is called in each window.
         if self.runner.data_domain.size > 1:
             for buffer in (*self.unwrap(model).buffers(), *more):
                 self.world.broadcast(buffer)
@@ -232,6 +236,7 @@ def check_trainable(
             f"{listed(wide)}. Call self.model.float() in __init__ where that is precise enough, or set stack='ddp', "
             "which trains in float64."
         )
+    # They read the rows and columns of a matrix, of which a flat piece has none.
     members = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
     kinds = [type(each).__name__ for each in members]
     kind = next((name for name in kinds if name in ("Adafactor", "Muon", "ShardedMuon")), None)
@@ -265,6 +270,7 @@ class EngineModelStates(ModelStates):
                 }
                 state.update({name: value.detach().clone() for name, value in tensors.items()})
         if self.runner.engine is not None and uses_bf16_weights(self.runner.given_settings):
+            # The weights that are trained; those of the model are rounded to bfloat16.
             full_parameter = import_module("deepspeed.utils").safe_get_full_fp32_param
             for name, parameter in self.runner.unwrapped_model.named_parameters(
                 remove_duplicate=False
@@ -385,6 +391,7 @@ class EngineModelStates(ModelStates):
         if not self.runner.engine_stage:
             super().load_optimizer(state)
             return
+        # By name, since the order of groups and parameters may be another one.
         here = [group["params"] for group in self._named_groups()]
         names = [set(group["params"]) for group in state["param_groups"]]
         if sorted(map(sorted, names)) != sorted(map(sorted, here)):

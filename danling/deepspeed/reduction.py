@@ -66,11 +66,7 @@ class EngineReduction(GradientReduction):
         self.engine.backward(loss.clone(), scale_wrt_gas=False)
 
     def held(self) -> list[Tensor]:
-        return (
-            self._shares
-            if self.is_divided
-            else [p.grad for p in self.parameters if p.grad is not None]
-        )
+        return self._shares if self.is_divided else super().held()
 
     def unscale(self, factor: float | Tensor, weight: float | Tensor) -> list[Tensor]:
         if not self.is_divided:
