@@ -421,7 +421,7 @@ class TorchRunner(BaseRunner):
     def _follow_setting(self, key: str) -> None:
         """Follow the change of a live setting. Another budget rebuilds the schedule for its length, as a resume with that budget does."""
         super()._follow_setting(key)
-        self._parts.loop.read_intervals()
+        self._parts.loop.due.read_intervals()
         is_budget = key in BUDGET and self.config[key] is not None
         if not is_budget or self.scheduler is None:
             return

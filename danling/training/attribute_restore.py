@@ -22,14 +22,12 @@ from danling.utils.tensors import has_strided_values, is_sharded, local_part
 from .attribute_snapshot import (
     FACTORIES,
     AttributeSnapshot,
-    attributes_of,
     enumeration,
     is_left_out,
     key_of,
-    outside_state,
     path_of_item,
-    slots_of,
 )
+from .object_parts import attributes_of, outside_state, slots_of
 
 DELETED: Mapping[str, str] = {"kind": "deleted"}
 """What is saved of an attribute that the program set and training deleted."""

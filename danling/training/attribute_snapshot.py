@@ -1,4 +1,4 @@
-"""What a snapshot of the attributes of a run is: which there are, and each as values that a checkpoint may have.
+"""What a snapshot of the attributes of a run is: each of them as values that a checkpoint may have.
 
 Values are encoded as tensors, plain values, and mappings of these with an entry `kind`, which `torch.load(weights_only=True)` reads.
 """
@@ -37,7 +37,6 @@ from danling.utils.encoding import (
     encode_set,
     is_of_numpy,
 )
-from danling.utils.observers import Observer, keeps_state
 from danling.utils.secrets import names_secret
 from danling.utils.tensors import (
     canonical_name,
@@ -45,6 +44,21 @@ from danling.utils.tensors import (
     is_plain_tensor,
     is_sharded,
     local_part,
+)
+
+from .object_parts import (
+    attributes_of,
+    has_state,
+    is_all_attributes,
+    is_data_or_tokenizer,
+    outside_state,
+)
+from .user_attributes import (
+    declared_names,
+    named_roots,
+    own_attributes,
+    parameters_of,
+    unsaved_buffers,
 )
 
 if TYPE_CHECKING:
@@ -92,74 +106,9 @@ _DEPTH = 3
 """How deep objects within objects are saved."""
 _MOST_OBJECTS = 10_000
 """Objects that are looked at in one snapshot."""
-_HEAP_TYPE = 1 << 9
-"""The flag of CPython's types that are made by `class`."""
-_OF_MODULE = frozenset(vars(nn.Module()))
 
 Key = tuple[str, str]
 """A section of a checkpoint, and a name in it."""
-
-
-# What there is
-
-
-def declared_names(runner: BaseRunner, what: str) -> set[str]:
-    """Return the names in `saved` or `not_saved` of the runner's class and its bases."""
-    return {name for kind in type(runner).__mro__ for name in vars(kind).get(what, ())}
-
-
-def own_attributes(runner: BaseRunner) -> dict[str, object]:
-    """Return the attributes of the user's, those of the class among them."""
-    left_out = {*runner.library_names, *declared_names(runner, "not_saved"), "saved", "not_saved"}
-    of_class = {
-        name: value
-        for kind in reversed(type(runner).__mro__)
-        if not kind.__module__.startswith("danling.")
-        for name, value in vars(kind).items()
-        if not name.startswith("__") and isinstance(value, (list, dict, set))
-    }
-    return {
-        name: value for name, value in {**of_class, **vars(runner)}.items() if name not in left_out
-    }
-
-
-def changeable_attributes(runner: BaseRunner) -> dict[str, object]:
-    """Return what a step may change: the attributes of the user's, and the objects and callables in `metrics`."""
-    metrics = vars(runner).get("metrics")
-    found: dict[str, object] = {}
-    if isinstance(metrics, (Mapping, nn.ModuleDict)):
-        found = {f"metrics[{name!r}]": metric for name, metric in metrics.items()}
-    elif metrics is not None:
-        found = {"metrics": metrics}
-    return {**own_attributes(runner), **found}
-
-
-def _modules(runner: BaseRunner) -> list[tuple[str, nn.Module]]:
-    """Return model and criterion, with what the names of their tensors begin with."""
-    model = runner.unwrapped_model if isinstance(runner.model, nn.Module) else None
-    return [
-        (at, each)
-        for at, each in (("", model), ("criterion.", runner.criterion))
-        if isinstance(each, nn.Module)
-    ]
-
-
-def parameters_of(runner: BaseRunner) -> dict[str, nn.Parameter]:
-    return {
-        f"{at}{canonical_name(name)}": parameter
-        for at, module in _modules(runner)
-        for name, parameter in module.named_parameters()
-    }
-
-
-def unsaved_buffers(runner: BaseRunner) -> dict[str, tuple[nn.Module, str]]:
-    """Return where the buffers that are not persistent are, by name."""
-    return {
-        f"{at}{canonical_name(f'{prefix}.{name}'.strip('.'))}": (part, name)
-        for at, module in _modules(runner)
-        for prefix, part in module.named_modules()
-        for name in sorted(part._non_persistent_buffers_set & part._buffers.keys())
-    }
 
 
 def _parts_of(value: object) -> Iterator[tuple[str, object]]:
@@ -299,7 +248,7 @@ class AttributeSnapshot:
         found.update(
             (f"/observers/{name}", each) for name, each in runner.observers.with_state.items()
         )
-        for at, module in _modules(runner):
+        for at, module in named_roots(runner):
             found.update((f"/{at}{name}/module", each) for name, each in module.named_modules())
             tensors = [*module.named_parameters(), *module.named_buffers()]
             found.update((f"/{at}{canonical_name(name)}", each) for name, each in tensors)
@@ -370,7 +319,7 @@ class AttributeSnapshot:
             return self._leave(path, None if self._depth else value)
         if isinstance(value, _LOCKS):
             return self._leave(path)
-        is_stateful = _has_state(own)
+        is_stateful = has_state(own)
         if not (self._is_declared and is_stateful):
             is_lazy = hasattr(own, "__next__") and not (is_stateful or isinstance(value, io.IOBase))
             if is_lazy or isinstance(value, DataLoader):
@@ -559,8 +508,8 @@ class AttributeSnapshot:
     def _object(self, value: object, path: str) -> object:
         kind = type(value).__name__
         own: Any = type(value)
-        if not _is_all_attributes(own):
-            return self._leave(path, id(value), "" if _is_data_or_tokenizer(value) else f"a {kind}")
+        if not is_all_attributes(own):
+            return self._leave(path, id(value), "" if is_data_or_tokenizer(value) else f"a {kind}")
         if self._depth >= _DEPTH or self._objects >= _MOST_OBJECTS:
             bound = (
                 f"deeper than {_DEPTH} objects"
@@ -588,7 +537,7 @@ class AttributeSnapshot:
                 _, _, inner = what.partition(", in which ")
                 part, what = f"{part}{inner.partition(' is ')[0]}", inner.partition(" is ")[2]
             what = f"a {kind}, in which {part} is {what}"
-            return self._leave_all(path, node, "" if _is_data_or_tokenizer(value) else what)
+            return self._leave_all(path, node, "" if is_data_or_tokenizer(value) else what)
         self._entry.needs[path] = kind
         return node
 
@@ -633,61 +582,10 @@ def is_left_out(name: str, is_secret: bool) -> bool:
     return is_secret or bool(_PLACE.search(last))
 
 
-def is_code(kind: type[Any], name: str) -> bool:
-    """Whether a name of a class is a method, a property or a class, which no checkpoint replaces."""
-    value = getattr(kind, name, None)
-    return callable(value) or hasattr(value, "__set__")
-
-
 def path_of_item(path: str, key: object, number: int) -> str:
     """Return the path of an item of a container: by its key where that is plain, else by its place."""
     is_plain = all(type(part) in SCALARS for part in (key if type(key) is tuple else (key,)))
     return f"{path}[{key!r}]" if is_plain else f"{path}[#{number}]"
-
-
-def _is_data_or_tokenizer(value: object) -> bool:
-    """Whether a value is a dataset or a tokenizer, which a program makes anew: no line names it."""
-    names = {kind.__name__ for kind in type(value).__mro__}
-    return "Dataset" in names or any("Tokenizer" in name for name in names)
-
-
-def slots_of(kind: type[Any]) -> list[str]:
-    """Return the names in `__slots__` of a class and its bases, as they are in its instances."""
-    found = []
-    for base in reversed(kind.__mro__):
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_all_attributes(kind: type[Any]) -> bool:
-    """Whether objects of a class have nothing but attributes: a class that is written in C may have more."""
-    if kind is types.SimpleNamespace:
-        return True
-    slots = slots_of(kind)
-    of_python = all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
-    # The attributes and the weak references of an object may be in front of it.
-    most = object.__basicsize__ + 8 * (2 + len(slots))
-    has_attributes = bool(slots) or kind.__dictoffset__ != 0
-    return of_python and has_attributes and kind.__basicsize__ <= most
-
-
-def attributes_of(value: object) -> dict[str, Any]:
-    """Return the attributes of an object, also those in slots."""
-    slots = {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
-    return {**slots, **getattr(value, "__dict__", {})}
-
-
-def _has_state(kind: type[Any]) -> bool:
-    """Whether objects of a class return and take a state."""
-    if issubclass(kind, Observer):
-        return keeps_state(kind)
-    return callable(getattr(kind, "state_dict", None)) and callable(
-        getattr(kind, "load_state_dict", None)
-    )
 
 
 def _member_node(value: Enum) -> dict[str, Any] | None:
@@ -724,15 +622,3 @@ def key_of(value: object) -> object:
         if local.numel():
             return local.data_ptr(), local.dtype, local.shape, local.stride()
     return id(value)
-
-
-def outside_state(
-    module: nn.Module, state: Mapping[str, object]
-) -> dict[str, tuple[nn.Module, str]]:
-    """Return buffers that are not in the state of a module, and plain attributes, in which metrics of torchmetrics keep their sums."""
-    found = {}
-    for prefix, part in module.named_modules():
-        own = [key for key in vars(part) if key not in _OF_MODULE]
-        unsaved = [key for key in part._buffers if f"{prefix}.{key}".strip(".") not in state]
-        found.update({f"{prefix}.{key}".strip("."): (part, key) for key in [*own, *unsaved]})
-    return found

@@ -22,15 +22,17 @@ from .attribute_snapshot import (
     AttributeSnapshot,
     Entry,
     Key,
+    is_left_out,
+)
+from .object_parts import is_code
+from .rank_values import value_of_rank, values_of_all
+from .user_attributes import (
     changeable_attributes,
     declared_names,
-    is_code,
-    is_left_out,
     own_attributes,
     parameters_of,
     unsaved_buffers,
 )
-from .rank_values import value_of_rank, values_of_all
 
 if TYPE_CHECKING:
     from danling.runners.base_runner import BaseRunner

@@ -31,6 +31,7 @@ from danling.data.randomness import (
 )
 from danling.utils.tensors import canonical_name, is_sharded
 
+from .object_parts import OF_MODULE
 from .user_code import runs_user_code
 
 if TYPE_CHECKING:
@@ -45,9 +46,6 @@ try:
     import numpy
 except ImportError:
     numpy = None  # type: ignore[assignment]
-
-
-_OF_MODULE = frozenset(vars(nn.Module()))
 
 
 class RandomKeys:
@@ -205,7 +203,7 @@ class RandomKeys:
             if isinstance(module, nn.Module)
             for name, part in module.named_modules()
             for attribute, value in vars(part).items()
-            if attribute not in _OF_MODULE and not isinstance(value, LEAVES)
+            if attribute not in OF_MODULE and not isinstance(value, LEAVES)
         }
         found = Generators(roots).found if roots else {}
         self._generators = [(generator, crc32(path.encode())) for path, generator in found.items()]

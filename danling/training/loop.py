@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from danling.checkpoints import CheckpointManager
 from danling.data import Batch
 from danling.data.run_data import RunData
-from danling.distributed import CollectiveCalls, MembershipChanged, agree, set_collective_timeout
+from danling.distributed import CollectiveCalls, agree
 from danling.metrics import TrainMetrics
 from danling.optim.state import enter_training
 from danling.reporting import Reporter
@@ -24,6 +24,7 @@ from .attributes import KeptAttributes
 from .batch_weights import BatchLoss
 from .checks import check_smoothing
 from .component_checks import ComponentChecks
+from .due_work import DueWork
 from .evaluation import Evaluator
 from .extension import Extension, StateReplaced
 from .keys import RandomKeys
@@ -102,15 +103,22 @@ class TrainingLoop:
         self._calls = calls
         self._checks = checks
         self._loss = loss
-        self._train_metrics = train_metrics
         self._agreement = agreement
         self._update = update
         self._evaluator = evaluator
         self._results = results
+        self.due = DueWork(
+            runner,
+            session,
+            keys,
+            reporter=reporter,
+            train_metrics=train_metrics,
+            update=update,
+            results=results,
+            extensions=extensions,
+        )
         self._driver: Extension | None = None
         """The extension that begins the training again where the ranks change."""
-        self._evaluate_every = 1
-        self._checkpoint_every = 1
         self._train_on: Callable[[], None] = _nothing
         self.is_at_boundary = False
         """Whether the evaluation or the save after the last update is not done yet, in step mode."""
@@ -274,18 +282,11 @@ class TrainingLoop:
         runner.window.reduces = True
         runner.window.sum_reduced = self._loss.sums
         runner.window.may_divide_by_zero = self._loss.may_divide_by_zero
-        self.read_intervals()
+        self.due.read_intervals()
         self._update.schedule.begin()
         enter_training(runner.optimizer)
         self._attributes.before_training()
         self._observer_states.warn_of_others()
-
-    def read_intervals(self) -> None:
-        """Read the intervals, which may follow from the budget."""
-        runner = self._runner
-        self._update.log_every = runner.log_interval
-        self._checkpoint_every = runner.checkpoint_interval
-        self._evaluate_every = runner.config.evaluate_interval or self._checkpoint_every
 
     def _finish(self) -> None:
         """Save the end of the training, wait until that is on the disk, and log how it ended. Called on all ranks."""
@@ -343,10 +344,10 @@ class TrainingLoop:
                         break
                 else:
                     # Evaluated before the epoch is counted: a run that is stopped here is resumed in this evaluation.
-                    self._evaluate(evaluated, "evaluate_epoch")
+                    self.due.evaluate(evaluated, "evaluate_epoch")
                     self._finish_epoch(splits, "epoch")
-                    self._save_if_due(counters.epoch, final=counters.epoch == runner.epochs)
-                    self._note_evaluation_saved()
+                    self.due.save_if_due(counters.epoch, final=counters.epoch == runner.epochs)
+                    self.due.note_evaluation_saved()
         except DataEnded:
             # The run has evaluated each finished epoch at its end.
             self._note_end_of_data(f"epoch {counters.epoch} of {runner.epochs}")
@@ -363,12 +364,12 @@ class TrainingLoop:
         for outcome in self._updates(split):
             # Asked here, since a call that has nothing to do would cost every update.
             if session.save_requested or not session.updated_once:
-                self._after_update(outcome)
+                self.due.after_update(outcome)
             if session.stop_reason:
                 return {}
         if self.has_jumped:
             return {}
-        metrics = self._results.open[split] = self._trained_metrics()
+        metrics = self._results.open[split] = self.due.trained_metrics()
         return metrics
 
     def train_epoch_directly(
@@ -408,18 +409,20 @@ class TrainingLoop:
         """Train update by update, pass after pass over the data. If stopped during an evaluation, resume starts with that evaluation."""
         runner, counters, results = self._runner, self._runner.state.train, self._results
         begun_at = counters.global_step
-        is_due = begun_at and begun_at not in runner.results and self._evaluation_is_due(begun_at)
+        is_due = (
+            begun_at and begun_at not in runner.results and self.due.evaluation_is_due(begun_at)
+        )
         has_begun = results.open or self.is_at_boundary
         if is_due and not has_begun:
             # The state was saved in an override of `step`, before the evaluation that follows its update.
             split = next((split for split in splits if not self._is_trained(split)), splits[-1])
-            results.open[split] = self._trained_metrics()
+            results.open[split] = self.due.trained_metrics()
         if results.open:
-            self._validate(evaluated, final=begun_at == runner.steps)
+            self.due.validate(evaluated, final=begun_at == runner.steps)
         elif self.is_at_boundary:
             # The ranks have changed there.
             split = self.last_split or splits[-1]
-            self._reach_boundary(split, evaluated, final=begun_at == runner.steps, again=True)
+            self.due.reach_boundary(split, evaluated, final=begun_at == runner.steps, again=True)
         self.is_at_boundary = False
         self._session.data_ended = False
         try:
@@ -431,8 +434,8 @@ class TrainingLoop:
             self._note_end_of_data(f"update {step} of {runner.steps}")
             if step and step not in runner.results:
                 # The run is at its end: what it trained last is evaluated and saved as after the last update of the budget.
-                results.open[self.last_split or splits[-1]] = self._trained_metrics()
-                self._validate(evaluated, final=True)
+                results.open[self.last_split or splits[-1]] = self.due.trained_metrics()
+                self.due.validate(evaluated, final=True)
 
     def _note_end_of_data(self, where: str) -> None:
         self._session.data_ended = True
@@ -449,7 +452,7 @@ class TrainingLoop:
             for outcome in self._updates(split):
                 self.last_split = split
                 if session.save_requested or not session.updated_once:
-                    self._after_update(outcome)
+                    self.due.after_update(outcome)
                 step = runner.state.train.global_step
                 final = step == runner.steps  # the budget may change at any time
                 is_last = outcome.committed and final
@@ -460,7 +463,7 @@ class TrainingLoop:
                         self._count_pass()
                 if outcome.committed:
                     self.is_at_boundary = True
-                    self._reach_boundary(split, evaluated, final=final)
+                    self.due.reach_boundary(split, evaluated, final=final)
                     self.is_at_boundary = False
                 if final or session.stop_reason:
                     return False
@@ -469,46 +472,9 @@ class TrainingLoop:
             runner.source(split).finish_pass()
         return True
 
-    def _reach_boundary(
-        self, split: str, evaluated: Sequence[str], *, final: bool, again: bool = False
-    ) -> None:
-        """Evaluate and save after an update where it is time to.
-
-        Args:
-            split: The split that was trained on.
-            evaluated: Splits to evaluate.
-            final: Whether the budget ends here.
-            again: Whether the ranks have changed meanwhile.
-        """
-        runner, step = self._runner, self._runner.state.train.global_step
-        is_due = (final or step % self._evaluate_every == 0) and runner.is_step_mode
-        is_made = again and self._results.scored_at == step
-        if is_due and not is_made:
-            # Open until they are recorded: a run that is saved within the evaluation has them.
-            self._results.open[split] = self._trained_metrics()
-            self._validate(evaluated, final=final)
-        elif is_due or step % self._checkpoint_every == 0 or step in runner.results:
-            self._save_if_due(step, final=is_due and final)
-
     def _count_pass(self) -> None:
         self._runner.state.train.epoch += 1
         self._update.schedule.advance("pass", {})
-
-    def _evaluation_is_due(self, step: int) -> bool:
-        return self._runner.is_step_mode and (
-            step == self._runner.steps or step % self._evaluate_every == 0
-        )
-
-    def _validate(self, evaluated: Sequence[str], *, final: bool) -> None:
-        """Evaluate in step mode, and save what follows from it; `final` where the run ends here."""
-        self._evaluate(evaluated, "evaluate_steps")
-        self._results.close("validation")
-        self._save_if_due(self._runner.state.train.global_step, final=final)
-        self._note_evaluation_saved()
-
-    def _note_evaluation_saved(self) -> None:
-        for extension in self.extensions:
-            extension.evaluation_saved()
 
     # Both
 
@@ -646,74 +612,6 @@ class TrainingLoop:
         if self.has_pass_hook:
             check_smoothing(runner.criterion)
             self._bind_reduction()
-
-    def _trained_metrics(self) -> dict[str, float]:
-        """Return the metrics of the training batches since the last call, over all ranks and all that train together."""
-        runner, losses, trained = self._runner, self._update.losses, self._train_metrics
-        # The loss of an update that was not finite must not become a result.
-        self._update.raise_pending_error()
-        metrics = losses.averages()
-        # Called also where this rank has summed nothing: another rank may have, and the sum is a collective.
-        totals = runner.meters.totals(runner.placement.metrics)
-        for extension in self.extensions:
-            totals = extension.sum_totals(totals)
-        metrics.update({name: total / weight for name, (total, weight) in totals.items() if weight})
-        if trained is not None:
-            metrics.update(trained.compute_objects(runner.placement.metrics))
-            trained.reset()
-        losses.reset()
-        runner.meters.reset()
-        return metrics
-
-    def _evaluate(
-        self, splits: Sequence[str], verb: Literal["evaluate_epoch", "evaluate_steps"]
-    ) -> None:
-        """Evaluate what was trained up to here; if the evaluation fails, it is saved, and a resumed run begins with this evaluation."""
-        if not splits:
-            return
-        results, keys = self._results, self._keys
-        self._reporter.trackers.hold_mark()
-        # As in a run that is resumed here.
-        keys.between_updates()
-        with self._runner.saver.keeping_trained(
-            passing=(EvaluationStopped, TrainingAbandoned, MembershipChanged)
-        ):
-            for split in splits:
-                with self._session.evaluating(split):
-                    metrics = getattr(self._runner, verb)(split)
-                results.open[split] = checked_figures(verb, split, metrics)
-            results.check()
-        keys.between_updates()
-
-    def _after_update(self, outcome: UpdateOutcome) -> None:
-        """Do the work of every update boundary other than evaluation and periodic checkpoints."""
-        runner, session, step = self._runner, self._session, self._runner.state.train.global_step
-        if outcome.committed and not session.updated_once:
-            session.updated_once = True
-            limit = runner.config.comm.train_timeout_seconds
-            if limit is not None and runner.distributed:
-                # Compilation and the first data make the first update slow: the limit that catches a hang begins after it.
-                runner.world.barrier()
-                set_collective_timeout(limit, runner.placement.groups())
-        # Where an evaluation is due, a checkpoint follows it, so that a resumed run does not leave it out.
-        if session.save_requested and not (outcome.committed and self._evaluation_is_due(step)):
-            runner.save_checkpoint()
-            session.save_requested = False
-
-    def _save_if_due(self, index: int, *, final: bool) -> None:
-        """Save where it is time to, at the end, where it was asked for, and after the best evaluation."""
-        runner, requested = self._runner, self._session.save_requested
-        periodic = index % self._checkpoint_every == 0
-        if final or periodic:
-            runner.save_checkpoint(history=periodic)
-        elif requested or self._is_best(index):
-            runner.save_checkpoint()
-        self._session.save_requested = False
-
-    def _is_best(self, index: int) -> bool:
-        """Whether the evaluation at an epoch or a step has the best score so far."""
-        runner = self._runner
-        return index in runner.results and runner.is_best and runner.standing.latest_index == index
 
 
 def _nothing() -> None:

@@ -17,6 +17,7 @@ from danling.utils.tensors import canonical_name
 
 from .attribute_restore import CannotRestore, Decoder
 from .attribute_snapshot import AttributeSnapshot, Entry, Key, is_left_out
+from .object_parts import OF_MODULE
 from .rank_values import value_of_rank, values_of_all
 from .run_state import StatePart
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("danling")
 
-_OF_MODULE = frozenset(vars(nn.Module()))
 _SECTION = "pass_settings"
 
 
@@ -93,7 +93,7 @@ class PassSettings:
             path, _, key = name.rpartition(".")
             module = modules.get(path)
             # Of another stage of a pipeline, or what is no value of the module, such as a method or a weight.
-            if module is None or key in _OF_MODULE or not _takes_value(module, key):
+            if module is None or key in OF_MODULE or not _takes_value(module, key):
                 continue
             node = value_of_rank(self._runner.world, f"state.{_SECTION}", name, entry)
             # Into no object that is there: the program may have given it to others too. A named tuple tells its class.
@@ -123,7 +123,7 @@ class PassSettings:
                 is_open = type(value) is not str or not is_left_out(
                     key, names_secret(key, secret_keys)
                 )
-                if key not in _OF_MODULE and is_open and _is_value(value):
+                if key not in OF_MODULE and is_open and _is_value(value):
                     yield f"{path}.{key}", value
 
 

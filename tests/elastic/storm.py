@@ -60,6 +60,7 @@ STATEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
             "training/canonical_sum.py",
             "distributed/step_sync.py",
             "training/loop.py",
+            "training/due_work.py",
             "training/pass_agreement.py",
         ),
     ),
