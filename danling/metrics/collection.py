@@ -24,6 +24,7 @@ _MANAGED = frozenset(
     {"_update_count", "_computed", "_forward_cache", "_cache", "_to_sync", "training"}
 )
 _LARGEST_ATTRIBUTE = 2**16
+"""Most bytes of a tensor in an attribute that is saved: larger ones are data, such as weights of a network."""
 _RANDOM_PREDICTIONS = 4
 """One alone may agree by chance with the mean over its halves."""
 _MOST_DRAWN = 2**22
@@ -75,6 +76,7 @@ class MetricSet:
         """Return a `MetricSet` of whatever the user gave: `None`, one metric, or a mapping of metrics by name."""
         wrapped = metrics if isinstance(metrics, MetricSet) else cls(metrics_by_name(metrics))
         wrapped._meters.exact = exact
+        # The library gathers states itself; from an object without them it could not.
         for name, metric in wrapped._objects.items():
             mergeable = bool(holders(metric)) or callable(getattr(metric, "merge_state", None))
             if domain is not None and domain.size > 1 and not mergeable:
@@ -108,16 +110,13 @@ class MetricSet:
             return
         self._has_seen = True
         for name, function in self._functions.items():
-            value = (
-                function(pred, target)
-                if target is not None
-                else _without_target(name, function, pred)
-            )
-            if target is None and (
-                isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
-            ):
+            if target is not None:
+                value = function(pred, target)
+            else:
+                value = _without_target(name, function, pred)
                 # `prediction == None` is False, and an array of it in NumPy.
-                raise _needs_target(name, f"which it compared, and returned {value!r}")
+                if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool":
+                    raise _needs_target(name, f"which it compared, and returned {value!r}")
             total, weight = _as_totals(name, value, samples)
             self._meters.expect(name)
             self._meters.add_totals(name, total, weight)
@@ -223,15 +222,17 @@ class MetricSet:
         for name, metric in self._objects.items():
             for path, part in _parts_of(metric).items():
                 held = vars(part)
-                for key, value in state.get(name, {}).get(path, {}).items():
-                    if key not in held or not _is_attribute(part, key, held[key]):
-                        continue
-                    if isinstance(value, Tensor) != isinstance(
-                        held[key], Tensor
-                    ) or not _is_attribute(part, key, value):
-                        continue
-                    device = held[key].device if isinstance(held[key], Tensor) else _CPU
-                    setattr(part, key, _moved(value, device))
+                stored = state.get(name, {}).get(path, {})
+                # What another version of the class saved may be a method here, or have become a tensor.
+                fitting = {
+                    key: value
+                    for key, value in stored.items()
+                    if _is_attribute(part, key, held.get(key))
+                    and _is_attribute(part, key, value)
+                    and isinstance(value, Tensor) == isinstance(held[key], Tensor)
+                }
+                for key, value in fitting.items():
+                    setattr(part, key, _moved(value, getattr(held[key], "device", _CPU)))
 
     def counts(self) -> dict[str, object]:
         """Return by object what tells whether it has had updates since; 0 where it has had none. May be called on one rank."""
@@ -242,13 +243,11 @@ class MetricSet:
         result: dict[str, float] = {}
         for name, metric in self._objects.items():
             value = compute_metric(metric, domain, seen=self._has_seen)
-            if value is not None:
-                result.update(
-                    {
-                        ".".join(part for part in path if part): v
-                        for path, v in _flat((name,), value)
-                    }
-                )
+            # Nothing was seen on any member.
+            if value is None:
+                continue
+            for path, number in _flat((name,), value):
+                result[".".join(filter(None, path))] = number
         return result
 
 
@@ -270,10 +269,10 @@ def has_halves(pred: object, target: object, read: int | None) -> bool:
 
 def can_be_drawn(pred: object) -> bool:
     """Whether random predictions can take the place of one, of two samples at least."""
-    if not isinstance(pred, Tensor) or not pred.is_floating_point():
-        return False
     return (
-        is_plain_tensor(pred)
+        isinstance(pred, Tensor)
+        and pred.is_floating_point()
+        and is_plain_tensor(pred)
         and has_strided_values(pred)
         and pred.ndim > 0
         and _drawn_samples(pred) > 1
@@ -301,6 +300,7 @@ def metrics_by_name(metrics: object) -> dict[str, Any]:
         return {}
     if isinstance(metrics, (Mapping, nn.ModuleDict)) and not hasattr(metrics, "compute"):
         return dict(metrics.items())
+    # A collection of torchmetrics is a mapping too, and updates its metrics together.
     if isinstance(metrics, (nn.ModuleDict, MetricSet)):
         return {"": metrics}
     named = getattr(metrics, "name", None) or getattr(metrics, "__name__", None)
@@ -321,27 +321,18 @@ class TrainMetrics(MetricSet):
 
     def __init__(self, metrics: MetricSet, names: bool | Sequence[str], meters: Meters) -> None:
         known = {**metrics._functions, **metrics._objects}
-        missing = (
-            [name for name in names if name not in known] if not isinstance(names, bool) else []
-        )
-        if missing or not known:
+        asked = known if isinstance(names, bool) else names
+        if not known or not known.keys() >= set(asked):
             raise ValueError(
                 f"Expected train_metrics to name metrics of self.metrics, {sorted(known)}. Received: train_metrics={names!r}. Set "
                 "self.metrics in __init__, or leave train_metrics out."
             )
-        chosen = {name: known[name] for name in (known if isinstance(names, bool) else names)}
-        other = next(
-            (
-                name
-                for name, metric in chosen.items()
-                if name in metrics._objects and not holders(metric)
-            ),
-            None,
-        )
-        if other is not None:
+        chosen = {name: known[name] for name in asked}
+        others = [name for name in chosen if name in metrics._objects and not holders(chosen[name])]
+        if others:
             raise ValueError(
                 f"Expected metrics of training that are callables or have torchmetrics states, so that they can be saved within a pass. "
-                f"Received: {other!r}, a {type(chosen[other]).__name__}. Name the others in train_metrics."
+                f"Received: {others[0]!r}, a {type(chosen[others[0]]).__name__}. Name the others in train_metrics."
             )
         super().__init__(
             {
@@ -431,6 +422,7 @@ def _as_totals(name: str, value: object, samples: float) -> tuple[Any, Any]:
         return value
     if hasattr(value, "__array__") and not isinstance(value, Tensor):
         value = torch.as_tensor(value)
+    # A vector of another length would be a mean over something that only the metric knows.
     if isinstance(value, Tensor) and value.ndim == 1 and value.numel() == samples:
         return value.double().sum(), samples
     if isinstance(value, Tensor) and value.ndim == 0:
@@ -520,40 +512,31 @@ def _count_of(metric: object) -> object:
     parts = holders(metric)
     if parts:
         return sum(part._update_count for part in parts.values())
-    return tuple(
-        (
-            key,
-            value._version
-            if isinstance(value, Tensor)
-            else len(value)
-            if hasattr(value, "__len__")
-            else value,
-        )
-        for key, value in getattr(metric, "__dict__", {}).items()
-        if isinstance(value, (Tensor, bool, int, float, list, dict))
-    )
+    # Other objects count nothing: a sum has another value, a list another length, a tensor another version.
+    held = getattr(metric, "__dict__", {}).items()
+    numbers = [(key, value) for key, value in held if isinstance(value, (bool, int, float))]
+    lengths = [(key, len(value)) for key, value in held if isinstance(value, (list, dict))]
+    versions = [(key, value._version) for key, value in held if isinstance(value, Tensor)]
+    return (*numbers, *lengths, *versions)
 
 
 def compute_metric(metric: Any, domain: Domain | None, *, seen: bool) -> object:
     """Compute a metric object over a domain, and leave its own states as they are; `None` where nothing was seen. Call on all members."""
     parts = holders(metric)
     several = domain if domain is not None and domain.size > 1 else None
+    if not parts and several is not None:
+        return _compute_merged(metric, several, seen)
     if not parts:
-        return (
-            _compute_merged(metric, several, seen)
-            if several is not None
-            else metric.compute()
-            if seen
-            else None
-        )
+        return metric.compute() if seen else None
     owners = _owners(metric)
-    members = {} if several is None else _states_of_all(owners, several, seen)
-    if not any(
-        members.values()
-        if several is not None
-        else (_updates_of(part, seen) for part in owners.values())
-    ):
+    members: dict[str, list[_State]] = {}
+    has_data = any(_updates_of(part, seen) for part in owners.values())
+    if several is not None:
+        members = _states_of_all(owners, several, seen)
+        has_data = any(members.values())
+    if not has_data:
         return None
+    # With `_to_sync` set, `compute` would gather the states once more; `_computed` is the result of an earlier call.
     synced = [(part, part._to_sync, part._computed) for part in parts.values()]
     own = [
         (part, part._update_count, {key: getattr(part, key) for key in part._reductions})
@@ -563,6 +546,7 @@ def compute_metric(metric: Any, domain: Domain | None, *, seen: bool) -> object:
         for part in parts.values():
             part._to_sync, part._computed = False, None
         for name, states in members.items():
+            # A part that no member has updated, such as one of a wrapper, keeps its beginning.
             if states:
                 _put(owners[name], *_merged(owners[name], states))
         return metric.compute()
@@ -608,6 +592,7 @@ def load_state(metric: Any, state: Mapping[str, Sequence[Any]]) -> None:
                 key: [value] if key in lists and isinstance(value, Tensor) else value
                 for key, value in states.items()
             }
+            # Merged with nothing else, which moves them to the device of the part.
             _put(part, *_merged(part, [(count, states)]))
 
 
@@ -624,9 +609,8 @@ def _owners(metric: nn.Module) -> dict[str, Any]:
 
 def _updates_of(part: Any, seen: bool) -> int:
     """Return how many updates a part has had; at least 1 of one that does not count them, where the metric has had some."""
-    is_counted = hasattr(
-        vars(part).get("update"), "__wrapped__"
-    )  # not of `torchmetrics.wrappers.Running`
+    # torchmetrics wraps `update` where it counts: not in `torchmetrics.wrappers.Running`.
+    is_counted = hasattr(vars(part).get("update"), "__wrapped__")
     return int(part._update_count) or int(seen and not is_counted)
 
 
@@ -665,6 +649,7 @@ def _merged(part: Any, ranks: Sequence[_State]) -> tuple[int, dict[str, Any]]:
     """Return the states of several ranks, each of which has seen data, as one, with their number of updates."""
     device, states = torch.device(getattr(part, "device", "cpu")), [states for _, states in ranks]
     merged = states[0]
+    # Of one member the states are as they are: a reduction of one tensor may change its shape.
     if len(states) > 1:
         merged = {
             key: _reduced(reduction, [each[key] for each in states])

@@ -46,6 +46,7 @@ def accuracy(
 
 
 def _class_dim(pred: Tensor, target: Tensor) -> int:
+    # The usual case first: it is asked for each batch.
     if pred.ndim == 2 and pred.shape[:1] == target.shape and pred.shape[1] > 1:
         return 1
     fitting = [
@@ -74,6 +75,7 @@ def top_k_accuracy(
         ignore_index: Targets that do not count.
     """
     target = as_signed(target)
+    # With fewer classes than k, every target is among the best.
     best = pred.topk(min(k, pred.shape[-1]), dim=-1).indices
     counted = target != ignore_index
     correct = (best == target.unsqueeze(-1)).any(-1) & counted

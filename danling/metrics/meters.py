@@ -107,7 +107,7 @@ class Meters:
                 weight != 0, torch.as_tensor(sum, dtype=torch.float64, device=weight.device), 0.0
             )
         elif not weight:
-            return
+            return  # a sum of nothing may be NaN
         meter = self._meters.get(name)
         if meter is None:
             meter = self._meters[name] = Meter()
@@ -139,6 +139,7 @@ class Meters:
 
     def _summed(self, domain: Domain | None) -> tuple[dict[str, tuple[float, float]], set[str]]:
         """Return the totals over the domain, and the names that one of its members expects."""
+        # Sorted, since all ranks must put the names in one order.
         names = sorted(self._meters)
         expected = set(self._expected)
         shared = domain is not None and domain.size > 1
@@ -159,6 +160,7 @@ class Meters:
     def _exact_totals(
         self, names: list[str], domain: Domain | None
     ) -> dict[str, tuple[float, float]]:
+        # All terms travel, and each rank rounds their exact sum once.
         own = [self._meters[name].terms if name in self._meters else [] for name in names]
         mine = [[_read([pair[part] for pair in terms]) for terms in own] for part in (0, 1)]
         ranks = [mine] if domain is None else domain.gather_objects(mine)
@@ -204,6 +206,7 @@ class Meters:
 
         def put_back() -> None:
             now, self._meters = self._meters, {}
+            # Terms are only appended, so a number of them is enough to go back to.
             for name, (total, weight, terms) in kept.items():
                 meter = self._meters[name] = Meter(total, weight)
                 meter.terms = now[name].terms[:terms] if name in now else []
@@ -243,6 +246,7 @@ def as_number(name: str, value: object) -> float:
     if isinstance(value, Tensor):
         if type(value) is not Tensor:
             check_whole(name, value)
+        # `item` of several elements is a RuntimeError, that of a complex number makes `float` fail.
         try:
             return float(value.item())
         except (RuntimeError, TypeError) as error:

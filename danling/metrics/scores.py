@@ -23,6 +23,7 @@ _RISING = re.compile(r".*(accuracy|acc|precision|recall|f1|auc|auroc|bleu|iou)")
 
 def infer_mode(name: str) -> str:
     """Return `"min"` for losses, errors and perplexities, `"max"` for anything else."""
+    # `valAccuracy`, `val_accuracy` and `val.accuracy` have the same words. The last one says most: `loss_accuracy` is an accuracy.
     words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
     if _RISING.fullmatch(words[-1]):
         return "max"
@@ -71,6 +72,7 @@ class ScoreBoard:
         """Take in an evaluation."""
         self.check(result)
         figures = result[self.split]
+        # Said once, since the mode may be a guess by the name.
         if not self.scores:
             logger.info(
                 "Best means the %s of %s.%s.",
@@ -79,6 +81,7 @@ class ScoreBoard:
                 self.name,
             )
         score = float(figures[self.name])
+        # An evaluation that is made again comes last: the order of the scores counts for patience.
         self.scores.pop(index, None)
         self.scores[index] = score
         if self._is_better(score, self.best_score):
@@ -117,6 +120,7 @@ class ScoreBoard:
         return best
 
     def _is_better(self, score: float, best: float | None) -> bool:
+        # Every comparison with NaN is false, so NaN as the first score would stay the best.
         if math.isnan(score):
             return False
         if best is None:

@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Mapping
 from enum import Enum, Flag
+from itertools import chain, repeat
 from pathlib import PurePath
 from typing import Any
 
@@ -31,7 +32,7 @@ from .object_parts import attributes_of, outside_state, slots_of
 
 DELETED: Mapping[str, str] = {"kind": "deleted"}
 """What is saved of an attribute that the program set and training deleted."""
-_BYTES = ("bytes", "bytearray")
+_BYTES: Mapping[str, type[Any]] = {"bytes": bytes, "bytearray": bytearray}
 
 
 class CannotRestore(Exception):
@@ -77,6 +78,7 @@ class Decoder:
         if isinstance(node, dict) and node["kind"] == "left":
             return current
         if isinstance(node, dict) and node["kind"] == "same":
+            # Where the program has tied the values too, they stay tied; else this is what was restored under that path.
             live = self._live.get(node["path"], MISSING)
             is_there = live is not MISSING and key_of(live) == key_of(current)
             return current if is_there else self._restored.get(node["path"], live)
@@ -94,9 +96,8 @@ class Decoder:
             return decode_tensor(node, current)
         if kind == "complex":
             return complex(*node["value"])
-        if kind in ("bytes", "bytearray"):
-            numbers = node["value"].tolist()
-            return bytes(numbers) if kind == "bytes" else bytearray(numbers)
+        if kind in _BYTES:
+            return _BYTES[kind](node["value"].tolist())
         if kind in ARRAYS:
             return _array_of(node, current)
         if kind == "enum":
@@ -122,18 +123,24 @@ class Decoder:
             # Another object of its kind: others that refer to this one count on it to stay as it is.
             current = object.__new__(type(current))
             _set_attributes(current, attributes)
-        changed = {}
-        for name, item in zip(node["keys"], _items(node)):
-            value = self.decode(item, attributes.get(name, MISSING), f"{path}.{name}", name)
-            if value is not MISSING:
-                changed[name] = value
-        _set_attributes(current, changed)
-        surplus = attributes.keys() - set(node["keys"])
-        for name in surplus if self._exact else ():
+        found = {
+            name: self.decode(item, attributes.get(name, MISSING), f"{path}.{name}", name)
+            for name, item in zip(node["keys"], _items(node))
+        }
+        _set_attributes(
+            current, {name: value for name, value in found.items() if value is not MISSING}
+        )
+        # An attribute that only the program has stays: a newer class may have more of them.
+        gone = {
+            name
+            for name in node.get("deleted", ())
+            if name in attributes and not self.is_of_program(name, attributes[name])
+        }
+        if self._exact:
+            gone |= attributes.keys() - set(node["keys"])
+        for name in gone:
+            # As `_set_attributes`: the class may count on its own `__delattr__` not being called.
             object.__delattr__(current, name)
-        for name in node.get("deleted", ()):
-            if name in attributes and not self.is_of_program(name, attributes[name]):
-                object.__delattr__(current, name)
         return current
 
     def _key(self, node: Any) -> Any:
@@ -155,17 +162,19 @@ class Decoder:
         if kind in (set, frozenset):
             found = [self._key(item) for item in node["items"]]
         else:
+            pairs = zip(_items(node), chain(there, repeat(MISSING)))
             found = [
-                self.decode(item, there[n] if n < len(there) else MISSING, f"{path}[{n}]")
-                for n, item in enumerate(_items(node))
+                self.decode(item, now, f"{path}[{number}]")
+                for number, (item, now) in enumerate(pairs)
             ]
         items = [item for item in found if item is not MISSING]
         if hasattr(kind, "_fields"):
             return kind(*items)
-        if kind is deque:
-            is_same = type(current) is deque and current.maxlen == node["maxlen"]
-            if not is_same:
-                return deque(items, node["maxlen"])
+        # The length of a deque is fixed when it is made.
+        has_length = type(current) is deque and current.maxlen == node.get("maxlen")
+        if kind is deque and not has_length:
+            return deque(items, node["maxlen"])
+        # In place where the type allows it: others may refer to the list.
         if kind not in (list, deque, set) or type(current) is not kind:
             return kind(items)
         current.clear()
@@ -251,16 +260,15 @@ def _items(node: Mapping[str, Any]) -> list[Any]:
 @torch.no_grad()
 def decode_tensor(node: Any, current: object) -> Tensor:
     """Write a value into a tensor where it fits, else return another one."""
-    value: Tensor = node if isinstance(node, Tensor) else node["value"]
-    if isinstance(node, dict) and node["kind"] == "shard":
+    if isinstance(node, Tensor):
+        node = {"kind": "tensor", "device": node.device.type, "value": node}
+    value: Tensor = node["value"]
+    if node["kind"] == "shard":
         if not (isinstance(current, Tensor) and is_sharded(current)):
             raise CannotRestore("a tensor divided over the ranks")
         local_part(current).copy_(value)
         return current
-    if (
-        isinstance(node, dict)
-        and node.get("class", type(current).__name__) != type(current).__name__
-    ):
+    if node.get("class", type(current).__name__) != type(current).__name__:
         raise CannotRestore(f"a tensor of the class {node['class']}")
     # The program may have set a tensor of a kind that no checkpoint contains, such as a sparse one.
     if isinstance(current, Tensor) and has_strided_values(current):
@@ -270,9 +278,8 @@ def decode_tensor(node: Any, current: object) -> Tensor:
         if fits and has_own_memory:
             current.copy_(value)
             return current
-    if isinstance(node, Tensor):
-        return value.clone()
     accelerator = torch.accelerator.current_accelerator()
+    # A run that continues on a machine without that device keeps the tensor on the host.
     is_here = accelerator is not None and node.get("device") == accelerator.type
     device = node["device"] if is_here else "cpu"
     moved = value.to(device, copy=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, Flag
 from functools import cached_property
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -69,25 +69,21 @@ COMPARED_BYTES = 2**30
 _DECLARE = "Name the attribute in `saved` on the class if training changes it, such as saved = ('teacher',), else in `not_saved`"
 _NUMBERS = (type(None), bool, int, float)
 _CONSTANTS = (
-    *(
-        type,
-        types.FunctionType,
-        types.BuiltinFunctionType,
-        types.MethodType,
-        types.ModuleType,
-        Enum,
-        PurePath,
-    ),
-    *(
-        torch.dtype,
-        torch.device,
-        logging.Logger,
-        re.Pattern,
-        range,
-        slice,
-        property,
-        functools.partial,
-    ),
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    Enum,
+    PurePath,
+    torch.dtype,
+    torch.device,
+    logging.Logger,
+    re.Pattern,
+    range,
+    slice,
+    property,
+    functools.partial,
 )
 """What a program makes anew: left to it, also within objects."""
 _LOCKS = (
@@ -107,6 +103,7 @@ _DEPTH = 3
 _MOST_OBJECTS = 10_000
 """Objects that are looked at in one snapshot."""
 
+_T = TypeVar("_T")
 Key = tuple[str, str]
 """A section of a checkpoint, and a name in it."""
 
@@ -115,6 +112,7 @@ def _parts_of(value: object) -> Iterator[tuple[str, object]]:
     """Yield what a component is made of: the entries of a mapping, the optimizers of several, the schedules of a sequence."""
     if isinstance(value, Mapping):
         yield from ((str(name), each) for name, each in value.items())
+    # The names under which optimizers and schedules of torch and of common packages hold others.
     if isinstance(value, (Optimizer, LRScheduler)) or hasattr(value, "param_groups"):
         for name in (
             "optimizers",
@@ -200,8 +198,12 @@ class AttributeSnapshot:
         snapshot = cls(runner, begun)
         compared = 0
         declared = declared_names(runner, "saved")
-        for name, parameter in parameters_of(runner).items():
-            snapshot.entries["requires_grad", name] = Entry(parameter.requires_grad)
+        snapshot.entries.update(
+            {
+                ("requires_grad", name): Entry(parameter.requires_grad)
+                for name, parameter in parameters_of(runner).items()
+            }
+        )
         for name, (part, key) in unsaved_buffers(runner).items():
             buffer = part._buffers[key]
             node = None if buffer is None else snapshot._tensor(buffer, name)
@@ -215,6 +217,7 @@ class AttributeSnapshot:
             else:
                 compared += entry.size
                 snapshot.entries["attributes", name] = entry
+        # At the end, when all values are encoded: the digest of one counts those that it is tied to.
         for entry in snapshot.entries.values():
             entry.digest = snapshot.digest_of(entry.node)
         return snapshot
@@ -235,6 +238,7 @@ class AttributeSnapshot:
         """Paths of the objects that were met or are saved elsewhere, by the key of each object."""
         if self._paths_of is not None:
             known = self._paths_of.paths
+            # Paths are found by the ids of objects, which are valid as long as the objects live.
             self.objects.update(self._paths_of.objects)
             return dict(known)
         runner, found = self._runner, self.objects
@@ -269,7 +273,9 @@ class AttributeSnapshot:
         if key is not None:
             if key in self.paths:
                 return {"kind": "same", "path": self.paths[key]}
+            # Before its parts are encoded, so that an object which contains itself ends there.
             self.paths[key], self.objects[path] = path, value
+        # Everything below a name such as `credentials` is a secret too.
         hides, self._hides = self._hides, self._hides or names_secret(name, self.secret_keys)
         node = self._node(value, path, name)
         self._hides = hides
@@ -287,11 +293,10 @@ class AttributeSnapshot:
         if own in (bytes, bytearray):
             if self._hides:
                 return self._leave(path)
-            data = (
-                torch.frombuffer(bytearray(value), dtype=torch.uint8)
-                if value
-                else torch.zeros(0, dtype=torch.uint8)
-            )
+            # `frombuffer` refuses an empty buffer, and warns of one that cannot be written to.
+            data = torch.zeros(0, dtype=torch.uint8)
+            if value:
+                data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
             return {"kind": kind, "value": data}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
@@ -303,6 +308,7 @@ class AttributeSnapshot:
         if own in DICTS.values():
             return self._dict(value, path)
         if is_generator(value):
+            # Generators of datasets and loaders are seeded by place, so their states are not needed.
             if id(value) in self._keyed:
                 return self._leave(path)
             self._entry.needs[path] = kind
@@ -311,15 +317,17 @@ class AttributeSnapshot:
                 "class": kind,
                 "state": self._encode(generator_state(value), f"{path}.state"),
             }
-        if isinstance(value, Enum) and (member := _member_node(value)) is not None:
+        if isinstance(value, Enum) and (member := _member_node(value)) is not MISSING:
             return member
         if isinstance(value, _CONSTANTS):
+            # Within an object, a constant that was replaced is a change of the object, which a warning names.
             if self._depth:
                 self._entry.fixed[path] = value
             return self._leave(path, None if self._depth else value)
         if isinstance(value, _LOCKS):
             return self._leave(path)
         is_stateful = has_state(own)
+        # What the class declares in `saved` is saved by its state, whatever it is.
         if not (self._is_declared and is_stateful):
             is_lazy = hasattr(own, "__next__") and not (is_stateful or isinstance(value, io.IOBase))
             if is_lazy or isinstance(value, DataLoader):
@@ -363,11 +371,11 @@ class AttributeSnapshot:
             for name, each in entry.left.items()
             if name.startswith(within) and each is not None
         }
-        for found in (entry.left, entry.fixed, entry.listed, entry.needs):
-            for name in [name for name in found if name.startswith(within)]:
-                del found[name]
-        for key in [key for key, name in self.paths.items() if name.startswith(within)]:
-            del self.paths[key]
+        entry.left = _outside(entry.left, within)
+        entry.fixed = _outside(entry.fixed, within)
+        entry.listed = _outside(entry.listed, within)
+        entry.needs = _outside(entry.needs, within)
+        self.paths = {key: at for key, at in self.paths.items() if not at.startswith(within)}
         return self._leave(path, (digest, seen), what)
 
     def _tensor(self, value: Any, path: str) -> object:
@@ -387,19 +395,12 @@ class AttributeSnapshot:
         if is_sharded(value):
             self._entry.needs[path] = "DTensor"
             return {"kind": "shard", "value": local}
+        node = {"kind": "tensor", "device": local.device.type, "value": local}
         if path in self._entry.needs:
             # As a plain tensor: a safe reader does not know the class, which the program's own tensor has.
-            node = {
-                "kind": "tensor",
-                "device": local.device.type,
-                "value": local.as_subclass(Tensor),
-            }
-            return {**node, "class": self._entry.needs[path]}
-        return (
-            local
-            if local.device.type == "cpu"
-            else {"kind": "tensor", "device": local.device.type, "value": local}
-        )
+            return {**node, "value": local.as_subclass(Tensor), "class": self._entry.needs[path]}
+        # The checkpoint is read into the memory of the host: a tensor of a device has to go back there.
+        return local if local.is_cpu else node
 
     def _array(self, value: Any, path: str) -> object:
         node = encode_array(value)
@@ -445,7 +446,7 @@ class AttributeSnapshot:
 
     def _other_key(self, key: Any) -> Any:
         if isinstance(key, Enum):
-            return MISSING if (node := _member_node(key)) is None else node
+            return _member_node(key)
         # Parameters and modules are named: the program has them already.
         path = self.paths.get(key_of(key), "") if isinstance(key, (Tensor, nn.Module)) else ""
         return {"kind": "same", "path": path} if path.startswith("/") else MISSING
@@ -510,13 +511,10 @@ class AttributeSnapshot:
         own: Any = type(value)
         if not is_all_attributes(own):
             return self._leave(path, id(value), "" if is_data_or_tokenizer(value) else f"a {kind}")
-        if self._depth >= _DEPTH or self._objects >= _MOST_OBJECTS:
-            bound = (
-                f"deeper than {_DEPTH} objects"
-                if self._depth >= _DEPTH
-                else f"after {_MOST_OBJECTS:,} objects"
-            )
-            return self._leave(path, id(value), f"a {kind}, {bound}")
+        if self._depth >= _DEPTH:
+            return self._leave(path, id(value), f"a {kind}, deeper than {_DEPTH} objects")
+        if self._objects >= _MOST_OBJECTS:
+            return self._leave(path, id(value), f"a {kind}, after {_MOST_OBJECTS:,} objects")
         attributes = attributes_of(value)
         others, self._entry.left = self._entry.left, {}
         self._depth += 1
@@ -530,6 +528,7 @@ class AttributeSnapshot:
             node["deleted"] = deleted
         changing = [name for name, seen in self._entry.left.items() if seen is not None]
         self._entry.left = {**others, **self._entry.left}
+        # Half of an object is worse than none: one part that cannot be saved leaves out the whole object.
         if changing:
             what = self._entry.listed.get(changing[0], "a value without an encoding")
             part = changing[0].removeprefix(path)
@@ -542,8 +541,6 @@ class AttributeSnapshot:
         return node
 
     def digest_of(self, node: object) -> bytes:
-        if not isinstance(node, (dict, Tensor)):
-            return f"{type(node).__name__} {node!r}".encode()
         total = hashlib.sha1(usedforsecurity=False)
         self._feed(total, node, set())
         return total.digest()
@@ -551,6 +548,7 @@ class AttributeSnapshot:
     def _feed(self, total: Any, node: Any, seen: set[str]) -> None:
         if isinstance(node, Tensor):
             total.update(f"{node.dtype} {tuple(node.shape)}".encode())
+            # Bits and not values, so that NaN equals NaN and -0.0 differs from 0.0; NumPy has no bfloat16.
             bits = (
                 node.detach()
                 .contiguous()
@@ -568,12 +566,17 @@ class AttributeSnapshot:
             and node["path"] not in seen
             and node["path"] in self._encoded
         ):
+            # An object that another attribute has too. `seen` ends objects that refer to each other.
             seen.add(node["path"])
             self._feed(total, self._encoded[node["path"]], seen)
         else:
             for key, item in node.items():
                 total.update(key.encode())
                 self._feed(total, item, seen)
+
+
+def _outside(found: Mapping[str, _T], within: tuple[str, ...]) -> dict[str, _T]:
+    return {path: each for path, each in found.items() if not path.startswith(within)}
 
 
 def is_left_out(name: str, is_secret: bool) -> bool:
@@ -588,15 +591,16 @@ def path_of_item(path: str, key: object, number: int) -> str:
     return f"{path}[{key!r}]" if is_plain else f"{path}[#{number}]"
 
 
-def _member_node(value: Enum) -> dict[str, Any] | None:
-    """Return the encoding of a member of an enumeration; `None` where its class cannot be found again."""
+def _member_node(value: Enum) -> Any:
+    """Return the encoding of a member of an enumeration; `MISSING` where its class cannot be found again."""
     kind = type(value)
     node: dict[str, Any] = {"kind": "enum", "class": f"{kind.__module__}:{kind.__qualname__}"}
     if enumeration(node["class"]) is not kind:
-        return None
+        return MISSING
     if value.name in kind.__members__:
         return {**node, "name": value.name}
-    return {**node, "value": value.value} if isinstance(value, Flag) else None
+    # A combination of flags has no name.
+    return {**node, "value": value.value} if isinstance(value, Flag) else MISSING
 
 
 def enumeration(name: str) -> Any:
@@ -619,6 +623,7 @@ def key_of(value: object) -> object:
         and not value.is_quantized
     ):
         local = local_part(value)
+        # Views and parameters that share memory are one value. An empty tensor has no address to compare.
         if local.numel():
             return local.data_ptr(), local.dtype, local.shape, local.stride()
     return id(value)

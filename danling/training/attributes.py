@@ -109,31 +109,30 @@ class KeptAttributes:
             entry = snapshot.attribute(name, value)
             if size + entry.size <= REMEMBERED_BYTES:
                 size += entry.size
+                # The encoding refers to the tensors of the program, which the update writes to.
                 kept[name] = tree_map_only(Tensor, Tensor.clone, entry.node), value
             else:
                 self.too_large.add(name)
 
+        def set_again(name: str, before: object) -> None:
+            # What `metrics` contains was put back in place; the names of its entries are no attributes.
+            is_metric = name == "metrics" or name.startswith("metrics[")
+            is_there = before is MISSING or getattr(runner, name, MISSING) is before
+            if not (is_metric or is_there):
+                setattr(runner, name, before)
+
         def put_back(chosen: Collection[str] | None = None) -> None:
             decoder = Decoder(snapshot, exact=True)
             for name, (node, value) in kept.items():
-                if chosen is not None and name not in chosen:
-                    continue
-                before = decoder.decode(node, value, name, name)
-                is_metric = name == "metrics" or name.startswith("metrics[")
-                if (
-                    not is_metric
-                    and before is not MISSING
-                    and getattr(runner, name, MISSING) is not before
-                ):
-                    setattr(runner, name, before)
+                if chosen is None or name in chosen:
+                    set_again(name, decoder.decode(node, value, name, name))
+            if chosen is not None:
+                return
             # Too large to be copied: one that was replaced is there again, one that was written to is not.
-            for name in values.keys() - kept.keys() if chosen is None else ():
-                is_metric = name == "metrics" or name.startswith("metrics[")
-                if not is_metric and getattr(runner, name, MISSING) is not values[name]:
-                    setattr(runner, name, values[name])
-            for name in own_attributes(runner).keys() - values.keys() if chosen is None else ():
-                if name in vars(runner):
-                    delattr(runner, name)
+            for name in values.keys() - kept.keys():
+                set_again(name, values[name])
+            for name in (own_attributes(runner).keys() - values.keys()) & vars(runner).keys():
+                delattr(runner, name)
 
         return put_back
 
@@ -197,6 +196,7 @@ class KeptAttributes:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the entries of a checkpoint, those alone that are not empty. Called on all ranks."""
+        # Each rank warns of its own values before the ranks exchange what they save.
         now = self._entries()
         mine, unsavable = self._changed(now)
         self._warn_of_unsaved(
@@ -222,6 +222,7 @@ class KeptAttributes:
                 path for path, value in entry.fixed.items() if begun.fixed.get(path, value) != value
             )
             unsavable += [path for path in replaced if entry.node != {"kind": "left"}]
+            # What a checkpoint has once had stays in all later ones, even where it is back at its first value.
             has_changed = entry.digest != begun.digest or key in kept
             if has_changed and entry.node != {"kind": "left"}:
                 # A restore needs the objects that `__init__` made.
@@ -286,10 +287,10 @@ class KeptAttributes:
         here = {("attributes", name) for name in own_attributes(runner)} | {
             ("buffers", name) for name in unsaved_buffers(runner)
         }
-        for key in self._begun.keys() - here:
-            if key[0] in ("attributes", "buffers"):
-                found[key] = Entry(DELETED, DELETED["kind"].encode())
-        return found
+        # A parameter that is gone is no change of an attribute: the section `requires_grad` has those that are there.
+        deleted = Entry(DELETED, DELETED["kind"].encode())
+        gone = self._begun.keys() - here
+        return found | {key: deleted for key in gone if key[0] in ("attributes", "buffers")}
 
     def before_training(self) -> None:
         """Warn of attributes that no checkpoint will contain, or that were set anew after a restore. May be called on one rank."""
@@ -379,11 +380,13 @@ class KeptAttributes:
         decoder = Decoder(before)
         left_out = {*runner.library_names, *declared_names(runner, "not_saved")}
         for name, node in stored.items():
+            # No file replaces a method of the runner, which would be code that a file has chosen.
             is_of_class = name not in own and is_code(type(runner), name)
             if is_of_class or name in left_out:
                 continue
             current = own.get(name, MISSING)
             if is_deleted(node):
+                # A path or a secret is the program's, also where training deleted it.
                 is_kept = isinstance(current, (str, PurePath)) and is_left_out(
                     name, names_secret(name, before.secret_keys)
                 )
@@ -400,5 +403,6 @@ class KeptAttributes:
                     ) from None
                 if value is not MISSING and value is not current:
                     setattr(runner, name, value)
+        # Compared when the training begins: what the program sets after the restore wins, and is named.
         now = AttributeSnapshot.at_all(runner)
         self._restored = {name: now.digest(name) for name in stored}

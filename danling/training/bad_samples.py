@@ -38,14 +38,18 @@ class GivenBatches(NamedTuple):
         """Return where these batches have NaN, or else infinity: an empty text if all is finite, `None` if nothing is known."""
         # Batches may be of any class, and a look at them must not hide the error that it is for.
         with suppress(Exception):
+            parts = [
+                (number, batch, name, tensor)
+                for number, batch in enumerate(self.batches, 1)
+                if batch.samples != 0 and batch.data is not PLACEHOLDER
+                for name, tensor in _tensors(batch.data)
+            ]
+            # NaN first: infinity may be meant, as in a mask.
             for is_bad, called in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
-                for number, batch in enumerate(self.batches, 1):
-                    if batch.samples == 0 or batch.data is PLACEHOLDER:
-                        continue
-                    for name, tensor in _tensors(batch.data):
-                        bad = is_bad(tensor)
-                        if bad.any():
-                            return f"{called} in {name!r} of {self._samples(number, batch, bad)}"
+                for number, batch, name, tensor in parts:
+                    bad = is_bad(tensor)
+                    if bad.any():
+                        return f"{called} in {name!r} of {self._samples(number, batch, bad)}"
             return "" if self.batches else None
         return None
 
@@ -55,11 +59,13 @@ class GivenBatches(NamedTuple):
         if samples is None:
             samples, _ = find_samples(batch.data, batch.read)
         rows: list[int] = []
+        row, which = None, f"micro-batch {number}"
+        # Else the rows are no samples, such as where the time is first.
         if bad.ndim and len(bad) == samples:
             rows = bad.reshape(samples, -1).any(1).nonzero().flatten().tolist()
-        row = rows[0] if rows else None
+            row = rows[0]
+            which = f"row {row} of micro-batch {number}"
         index = self._index(batch, row)
-        which = f"micro-batch {number}" if row is None else f"row {row} of micro-batch {number}"
         if index is not None:
             which = f"sample {index}"
         of_split = f" of split {self.source.split!r}" if self.source is not None else ""
@@ -102,11 +108,12 @@ def _file(
                 and isinstance(values[row], str)
             ):
                 return f" ({key}={values[row][:200]!r})"
-    dataset: Any = getattr(source.loader, "dataset", None) if source is not None else None
+    dataset: Any = getattr(getattr(source, "loader", None), "dataset", None)
     while type(dataset) is Subset and index is not None:
         dataset, index = dataset.dataset, int(dataset.indices[index])
     listed = getattr(dataset, "samples", None)
     if isinstance(listed, list) and index is not None and index < len(listed):
+        # `(path, class)` in the folders of torchvision.
         entry = listed[index]
         first = entry[0] if isinstance(entry, tuple) and entry else entry
         if isinstance(first, (str, os.PathLike)):

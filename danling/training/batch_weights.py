@@ -38,30 +38,32 @@ logger = logging.getLogger("danling")
 _LABELS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *WIDE_UNSIGNED)
 
 _FEW_TARGETS = 64
+"""Up to so many targets, a list of Python's is counted more quickly than a tensor."""
 _MISSING = object()
 
+# Ends of the names of classes in transformers, by whether the model shifts its labels.
 _SHIFTING = ("ForCausalLM", "LMHeadModel")
 _SHIFTING_DECODERS = ("ForConditionalGeneration",)
 _NOT_SHIFTING = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
 _UNSHIFTED = frozenset(
     {
-        *(
-            f"{name}ForCausalLM"
-            for name in (
-                "Bart",
-                "BigBirdPegasus",
-                "Blenderbot",
-                "BlenderbotSmall",
-                "CpmAnt",
-                "MBart",
-            )
-        ),
-        *(
-            f"{name}ForCausalLM"
-            for name in ("Marian", "Musicgen", "MusicgenMelody", "Mvp", "PLBart", "Pegasus")
-        ),
-        *(f"{name}ForCausalLM" for name in ("TrOCR", "Whisper")),
-        *(f"{name}LMHeadModel" for name in ("XLNet", "FlaubertWith", "XLMWith")),
+        "BartForCausalLM",
+        "BigBirdPegasusForCausalLM",
+        "BlenderbotForCausalLM",
+        "BlenderbotSmallForCausalLM",
+        "CpmAntForCausalLM",
+        "FlaubertWithLMHeadModel",
+        "MBartForCausalLM",
+        "MarianForCausalLM",
+        "MusicgenForCausalLM",
+        "MusicgenMelodyForCausalLM",
+        "MvpForCausalLM",
+        "PLBartForCausalLM",
+        "PegasusForCausalLM",
+        "TrOCRForCausalLM",
+        "WhisperForCausalLM",
+        "XLMWithLMHeadModel",
+        "XLNetLMHeadModel",
     }
 )
 """Classes of transformers 5.23 that are named like those that shift their labels and do not."""
@@ -89,6 +91,7 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
         return _dense_weight(criterion, target)
     ignore_index: Any
     kind: object
+    # Most criteria that are functions are plain ones: one look at their defaults tells all.
     if type(criterion) is FunctionType and not vars(criterion):
         kind, defaults = criterion, _defaults(criterion)
         ignore_index, class_weight = defaults.get("ignore_index"), defaults.get("weight")
@@ -99,9 +102,8 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
             criterion_setting(criterion, "weight"),
         )
     if kind is F.ctc_loss or isinstance(criterion, nn.CTCLoss):
-        return float(
-            count_samples(data)
-        )  # it divides the loss of each sample by the length of its target
+        # It divides the loss of each sample by the length of its target.
+        return float(count_samples(data))
     # The matrix of a metric-learning loss, and learned weights of several losses, are called `weight` too.
     if (
         isinstance(class_weight, Tensor)
@@ -111,6 +113,7 @@ def criterion_weight(criterion: object, target: object, data: object) -> float |
         other = isinstance(criterion, nn.modules.loss._Loss) and not isinstance(
             criterion, (nn.CrossEntropyLoss, nn.NLLLoss)
         )
+        # Other losses of torch use the weight, but divide by the number of targets.
         if not other and kind is not F.multi_margin_loss:
             return _class_weight(target, class_weight, ignore_index)
     if ignore_index is None and not getattr(kind, "__module__", "torch").startswith("torch."):
@@ -126,10 +129,8 @@ def smooths_without_weight(criterion: object) -> bool:
     """
     if not (isinstance(criterion, nn.CrossEntropyLoss) or _function(criterion) is F.cross_entropy):
         return False
-    weight, smoothing = (
-        criterion_setting(criterion, "weight"),
-        criterion_setting(criterion, "label_smoothing"),
-    )
+    weight = criterion_setting(criterion, "weight")
+    smoothing = criterion_setting(criterion, "label_smoothing")
     is_mean = criterion_setting(criterion, "reduction") == "mean"
     return (
         is_mean and bool(smoothing) and isinstance(weight, Tensor) and bool((weight == 0.0).any())
@@ -194,16 +195,15 @@ def _dense_weight(criterion: object, target: Tensor) -> float:
         isinstance(criterion, nn.CrossEntropyLoss) or _function(criterion) is F.cross_entropy
     ) and target.ndim > 1:
         return float(target.numel() // target.shape[1])  # class probabilities: one term a position
+    # The only loss of torch that divides by the number of samples, whatever their size.
     if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean" and target.ndim:
         return float(target.shape[0])
     return float(target.numel())
 
 
 def _class_weight(target: Tensor, class_weight: Tensor, ignore_index: int | None) -> Tensor:
-    weights, target = (
-        class_weight.to(target.device),
-        target.long(),
-    )  # an index of uint8 would be a mask
+    weights = class_weight.to(target.device)
+    target = target.long()  # an index of uint8 would be a mask
     if ignore_index is None:
         return weights[target].sum()
     counts = target != ignore_index
@@ -239,6 +239,7 @@ def _defaults(function: Any) -> dict[str, object]:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
+        # Functions that are written in C may have no signature.
         return {}
     return {
         name: p.default
@@ -264,6 +265,7 @@ def shifts_labels(model: object) -> bool | None:
         told = getattr(module, "shifts_labels", None)
         if isinstance(told, bool):
             return told
+        # `__class__`, since a wrapper may give that of the model which it wraps.
         kind = _kind(module.__class__)
         if kind == "decoder":
             return not getattr(getattr(module, "config", None), "is_encoder_decoder", False)
@@ -279,6 +281,7 @@ def shifts_labels(model: object) -> bool | None:
 def _kind(model_class: type) -> str | None:
     for parent in model_class.__mro__:
         name = parent.__name__
+        # The nearest parent decides, and an exception comes before the rule.
         if name in _UNSHIFTED:
             return "unshifted"
         if name.endswith(_SHIFTING):
@@ -335,6 +338,7 @@ class BatchLoss:
             return 0.0, 0.0
         read = batch.read if batch.samples is None else batch.samples
         samples = find_samples(data, read)[0] if batch.samples is None else batch.samples
+        # Most batches are pairs, for which one call less is made.
         is_plain_pair = type(data) in (tuple, list) and len(data) == 2
         target = data[1] if is_plain_pair else peek_target(data)
         if training and self.targetless is None and self._learns:
@@ -423,14 +427,8 @@ class BatchLoss:
     def _look_at_first(self) -> None:
         """Look for a target in the first sample to train on, where its samples are those of its batches; the streams stay as they are."""
         runner = self._runner
-        split = next(
-            (
-                name
-                for name in runner.train_splits
-                if name in runner.datasets and name in runner.sources
-            ),
-            None,
-        )
+        known = runner.datasets.keys() & runner.sources.keys()
+        split = next((name for name in runner.train_splits if name in known), None)
         if split is None or not self._learns:
             return
         options = self._data.settings(split)
@@ -444,5 +442,5 @@ class BatchLoss:
         with preserved_streams(runner.device), suppress(Exception):
             sample = runner.datasets[split][0]
             # A sample of another library's class is made into a batch by that library, and only the batch has a target.
-            known = isinstance(sample, (Tensor, Mapping, list, tuple))
-            self.targetless = peek_target(sample if known else collate([sample])) is None
+            is_plain = isinstance(sample, (Tensor, Mapping, list, tuple))
+            self.targetless = peek_target(sample if is_plain else collate([sample])) is None

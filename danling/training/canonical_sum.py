@@ -56,6 +56,7 @@ class Tree(Generic[T]):
 
     def add(self, level: int, place: int, value: T) -> None:
         """Add a node; it merges with its sibling as soon as both are there."""
+        # The sibling of a node has the other last bit in its place; their parent has the place without that bit.
         while (level, place ^ 1) in self.blocks:
             other = self.blocks.pop((level, place ^ 1))
             value = self._merge(other, value) if place & 1 else self._merge(value, other)
@@ -64,10 +65,9 @@ class Tree(Generic[T]):
 
     def take_total(self) -> T:
         """Return the sum of all leaves and forget them: what has no sibling merges from the right."""
-        left, self.blocks = (
-            sorted(self.blocks.items(), key=lambda item: item[0][1] << item[0][0]),
-            {},
-        )
+        # In the order of their first leaves.
+        left = sorted(self.blocks.items(), key=lambda item: item[0][1] << item[0][0])
+        self.blocks = {}
         total = left.pop()[1]
         while left:
             total = self._merge(left.pop()[1], total)
@@ -88,11 +88,8 @@ def blocks_of(first: int, count: int) -> tuple[tuple[Block, ...], int]:
 def add_gradients(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
     """Return the sums of two lists of gradients, in the memory of the left ones where possible. One without a partner adds a zero."""
     both = [(a, b) for a, b in zip(left, right) if a is not None and b is not None]
-    alone = [
-        x
-        for a, b in zip(left, right)
-        if (x := b if a is None else a) is not None and (a is None or b is None)
-    ]
+    alone = [a for a, b in zip(left, right) if a is not None and b is None]
+    alone += [b for a, b in zip(left, right) if a is None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     if alone:
@@ -128,6 +125,7 @@ def order_free_norm(
         # Quicker than their infinity norms.
         largest = [torch.stack(torch.aminmax(gradients[index])).abs().max() for index in some]
         peaks[some] = torch.stack([value.to(device, torch.float64) for value in largest])
+    # A maximum over ranks may lose a NaN, but no infinity.
     peaks.nan_to_num_(nan=torch.inf)
     if domain is not None:
         domain.all_reduce(peaks, "max")
@@ -148,7 +146,9 @@ def order_free_norm(
         sums[index] = whole
     if domain is not None:
         domain.all_reduce(sums)
+    # Sorted, so that the sum does not depend on the order of the tensors either.
     squares = torch.ldexp(sums.double(), tops - 52).sort().values.sum()
+    # The squares of larger elements do not fit a double.
     return torch.where(peaks.max() < 1e150, squares.sqrt(), torch.inf)
 
 
@@ -191,10 +191,12 @@ class CanonicalSum:
                     "gradient_sum='fast'."
                 )
             divisions.append(division)
-        runner.window.fixed_reference = float(divisions[0].micro_batch_size) if divisions else 1.0
         self._check_optimizer()
+        # The reference must depend on neither ranks nor batches.
+        runner.window.fixed_reference = 1.0
         if not divisions:
             return
+        runner.window.fixed_reference = float(divisions[0].micro_batch_size)
         number = max(division.number(division.samples) for division in divisions)
         first, count = part(number, self.domain.size, self.domain.rank)
         size = sum(local_part(p).nbytes for _, p in runner.named_parameters() if p.requires_grad)
@@ -252,13 +254,13 @@ class CanonicalSum:
         if self.slot == 0:
             self._micro_step = runner.state.train.micro_step
         put_back = self._recompute.remember(window=False) if batch.samples == 0 else None
-        # Looked at once in a process. Batch normalization does not increase the version of what it changes.
-        buffers = (
-            None
-            if self._checked
-            else {name: b.clone() for name, b in runner.unwrapped_model.named_buffers()}
-        )
-        values = None if self._checked else self._values_of_program()
+        buffers: dict[str, Tensor] = {}
+        values: dict[str, object] = {}
+        if not self._checked:
+            # Looked at once in a process. Batch normalization does not increase the version of what it changes.
+            buffers = {name: b.clone() for name, b in runner.unwrapped_model.named_buffers()}
+            values = self._values_of_program()
+        # The window adds up losses as they come, but that of this micro-batch is a separate leaf.
         before, window.loss = window.loss, 0.0
         try:
             update.run(batch, step)
@@ -274,8 +276,14 @@ class CanonicalSum:
         if put_back is not None:
             put_back()
             return
-        self._check_run(buffers)
-        if values is not None:
+        if runner.carry is not None:
+            raise ValueError(
+                "self.carry cannot be used with gradient_sum='canonical': the micro-batch before may be another rank's. Set "
+                "gradient_sum='fast'."
+            )
+        if not self._checked:
+            self._checked = True
+            self._check_buffers(buffers)
             self._check_values(values)
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise ValueError(
@@ -292,26 +300,19 @@ class CanonicalSum:
                 "gradient_sum='canonical', or set gradient_sum='fast'."
             )
 
-    def _check_run(self, buffers: dict[str, Tensor] | None) -> None:
-        if self._runner.carry is not None:
+    def _check_buffers(self, before: Mapping[str, Tensor]) -> None:
+        found = dict(self._runner.unwrapped_model.named_buffers())
+        changed = [
+            name
+            for name, buffer in before.items()
+            if name in found and not buffer.equal(found[name])
+        ]
+        if changed:
             raise ValueError(
-                "self.carry cannot be used with gradient_sum='canonical': the micro-batch before may be another rank's. Set "
-                "gradient_sum='fast'."
+                f"Expected buffers that a forward leaves as they are with gradient_sum='canonical': their changes have no order over "
+                f"ranks. Received: {', '.join(changed[:5])}, changed by train_step. Replace batch normalization by nn.GroupNorm or "
+                "nn.LayerNorm, or freeze it in evaluation mode; or set gradient_sum='fast'."
             )
-        if buffers is not None:
-            self._checked = True
-            found = dict(self._runner.unwrapped_model.named_buffers())
-            changed = [
-                name
-                for name, before in buffers.items()
-                if name in found and not before.equal(found[name])
-            ]
-            if changed:
-                raise ValueError(
-                    f"Expected buffers that a forward leaves as they are with gradient_sum='canonical': their changes have no order over "
-                    f"ranks. Received: {', '.join(changed[:5])}, changed by train_step. Replace batch normalization by nn.GroupNorm or "
-                    "nn.LayerNorm, or freeze it in evaluation mode; or set gradient_sum='fast'."
-                )
 
     def _values_of_program(self) -> dict[str, object]:
         """Return what tells whether attributes of the runner, and plain ones of the model's modules and of datasets, change."""
@@ -320,13 +321,9 @@ class CanonicalSum:
             f"self.{name}": value for name, value in self._attributes.digests().items()
         }
         for path, module in runner.unwrapped_model.named_modules():
-            for name, value in vars(module).items():
-                if not name.startswith("_") and isinstance(value, (bool, int, float, str)):
-                    found[".".join(filter(None, ("self.model", path, name)))] = value
+            found |= _plain_values(f"self.model.{path}".removesuffix("."), vars(module))
         for split, dataset in runner.datasets.items():
-            for name, value in getattr(dataset, "__dict__", {}).items():
-                if not name.startswith("_") and isinstance(value, (bool, int, float, str)):
-                    found[f"self.datasets[{split!r}].{name}"] = value
+            found |= _plain_values(f"self.datasets[{split!r}]", getattr(dataset, "__dict__", {}))
         return found
 
     def _check_values(self, before: Mapping[str, object]) -> None:
@@ -371,10 +368,14 @@ class CanonicalSum:
         values = torch.zeros(size, dtype=torch.float64, device=self._runner.device)
         for leaf, (loss, weight) in self._losses.items():
             values[leaf], values[self.number + leaf] = loss, weight
-        for gradients in self._tree.blocks.values():
-            for index, gradient in enumerate(gradients):
-                if gradient is not None:
-                    values[2 * self.number + index] = 1.0
+        present = {
+            index
+            for gradients in self._tree.blocks.values()
+            for index, gradient in enumerate(gradients)
+            if gradient is not None
+        }
+        for index in present:
+            values[2 * self.number + index] = 1.0
         return values
 
     def take(self, sums: Tensor) -> None:
@@ -411,6 +412,7 @@ class CanonicalSum:
         kept = [blocks_of(first, count)[0] for first, count in shares]
         for bucket in bucketed([p for p, count in zip(self._parameters, present) if count]):
             sent = []
+            # All ranks send the same parameters, though a block of this rank may lack some gradients.
             for block in kept[self.domain.rank]:
                 found = [mine[block][places[id(parameter)]] for parameter in bucket]
                 sent.append(
@@ -431,11 +433,12 @@ class CanonicalSum:
     ) -> Tensor:
         """Return the sum of flat nodes over all ranks: each rank adds one part of them in the order of the tree."""
         ranks = self.domain.size
-        piece = -(-size // self.domain.size)
+        piece = -(-size // ranks)  # rounded up: the last part is filled with zeros
         parts = like.new_zeros(ranks, len(sent), piece)
         for index, flat in enumerate(sent):
             for rank, values in enumerate(torch.split(flat, piece)):
                 parts[rank, index, : values.numel()] = values
+        # Every rank knows which nodes each of the others has kept, so no sizes travel.
         counts = [len(blocks) for blocks in kept]
         received = like.new_empty(sum(counts) * piece)
         dist.all_to_all_single(
@@ -453,6 +456,14 @@ class CanonicalSum:
         whole = like.new_empty(ranks * piece)
         dist.all_gather(list(torch.split(whole, piece)), tree.take_total(), self.domain.group)
         return whole[:size]
+
+
+def _plain_values(place: str, attributes: Mapping[str, object]) -> dict[str, object]:
+    return {
+        f"{place}.{name}": value
+        for name, value in attributes.items()
+        if not name.startswith("_") and isinstance(value, (bool, int, float, str))
+    }
 
 
 class CanonicalReduction(GradientReduction):

@@ -33,24 +33,26 @@ def check_components(runner: TorchRunner) -> None:
             f"Expected `self.model` to be a torch.nn.Module when __init__ ends. Received: model={model!r} ({type(model).__name__})."
             f"{made or ' Assign it after super().__init__(config).'}{_did_you_mean('model', vars(runner))}"
         )
+    # The optimizer, DDP and the averages need the shapes before the first batch.
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise ValueError(
             f"Expected a model whose weights are made. Received: {lazy!r} of a lazy layer, which is made by the first batch. Call the "
             "model once in __init__, such as self.model(torch.zeros(1, 3, 32, 32)), or give the layer its sizes."
         )
-    if isinstance(criterion, type) or not (criterion is None or callable(criterion)):
-        made = (
-            f" Write {criterion.__name__}()."
-            if isinstance(criterion, type)
-            else " Assign a loss module or a function."
-        )
+    # A class is callable too: called with prediction and target, it would return an object and no loss.
+    is_class = isinstance(criterion, type)
+    if is_class or not (criterion is None or callable(criterion)):
+        made = " Assign a loss module or a function."
+        if is_class:
+            made = f" Write {criterion.__name__}()."
         raise ValueError(
             f"Expected `self.criterion` to be a callable (pred, target) -> loss. Received: criterion={criterion!r}.{made}"
         )
     check_smoothing(criterion)
     check_kinds(runner)
     if optimizer is not None:
+        # One that has some parameters of the model and others is named when a training begins, not refused.
         trained = {
             id(parameter) for _, parameter in runner.named_parameters() if parameter.requires_grad
         }
@@ -62,6 +64,7 @@ def check_components(runner: TorchRunner) -> None:
                 f"Expected an optimizer over parameters of the model. Received: a {type(optimizer).__name__} over {len(optimized)} others, "
                 "which would train nothing of it. Make it over self.model.parameters(), after the model is complete."
             )
+    # `self.ema` is often a copy of the model in a program that comes from a plain loop.
     if runner.ema is not None and not callable(getattr(runner.ema, "applied", None)):
         raise ValueError(
             f"Expected `self.ema` to be averages, such as a danling.training.EMA. Received: ema of type {type(runner.ema).__name__}. Set "
@@ -122,6 +125,7 @@ def check_kinds(runner: TorchRunner) -> None:
         for name in ("state_dict", "load_state_dict")
         if not callable(getattr(scheduler, name, None))
     ]
+    # A run that saves nothing needs no state of its schedule.
     if scheduler is not None and missing and not runner.config.checkpoint.load_only:
         raise ValueError(
             f"Expected `self.scheduler` to be a scheduler that a checkpoint can hold. Received: a {type(scheduler).__name__} without "
@@ -143,6 +147,7 @@ def check_kinds(runner: TorchRunner) -> None:
 
 def is_columns(data: tuple[object, ...]) -> bool:
     """Whether a tuple has the form (inputs, targets): tensors or arrays with one number of rows, and not all of one shape and dtype."""
+    # Samples that are tensors have one shape and dtype, as a rule; inputs and targets differ in one of them.
     columns = [
         part for part in data if isinstance(part, Tensor) or type(part).__module__ == "numpy"
     ]
@@ -155,6 +160,7 @@ def is_columns(data: tuple[object, ...]) -> bool:
 
 def misnamed(runner: TorchRunner, built_optimizer: object, built_scheduler: object) -> list[str]:
     """Return a sentence for every method and attribute of the user's that looks like one of the library's and is not."""
+    # Names of methods by who has written the class; a mixin of another package counts as the program's.
     library, own = set[str](), set[str]()
     for kind in type(runner).__mro__:
         names = {
@@ -192,14 +198,14 @@ def misnamed(runner: TorchRunner, built_optimizer: object, built_scheduler: obje
             sentences.append(
                 f"The library does not call the method {name!r}: did you mean `{meant}`?"
             )
-    for name in ("collate_fn", "data_collator"):
-        if callable(vars(runner).get(name)) and not set_by_program["dataloader.collate_fn"]:
-            sentences.append(
-                f"The library does not call `self.{name}`: did you mean `dataloader.collate_fn` of the configuration?"
-            )
-    for component in (name for name, is_given in given.items() if not is_given):
-        hint = _did_you_mean(component, vars(runner))
-        sentences += [f"`self.{component}` is not set.{hint}"] if hint else []
+    sentences += [
+        f"The library does not call `self.{name}`: did you mean `dataloader.collate_fn` of the configuration?"
+        for name in ("collate_fn", "data_collator")
+        if callable(vars(runner).get(name)) and not set_by_program["dataloader.collate_fn"]
+    ]
+    missing = [name for name, is_given in given.items() if not is_given]
+    hints = {name: _did_you_mean(name, vars(runner)) for name in missing}
+    sentences += [f"`self.{name}` is not set.{hint}" for name, hint in hints.items() if hint]
     return sentences
 
 
@@ -217,13 +223,12 @@ def _collates_by_default(runner: TorchRunner) -> bool:
 
 
 def _did_you_mean(component: str, present: Iterable[str]) -> str:
-    for name in present:
-        if name in _ASSIGNED or name == "mode" or name.startswith("_"):
-            continue
-        if (
-            ATTRIBUTES_ELSEWHERE.get(name) == component
-            or closest_typo(name, [component]) == component
-        ):
+    # `mode` is one letter away from `model`, and an attribute of every runner.
+    names = [
+        name for name in present if name not in (*_ASSIGNED, "mode") and not name.startswith("_")
+    ]
+    for name in names:
+        if component in (ATTRIBUTES_ELSEWHERE.get(name), closest_typo(name, [component])):
             return f" You have set `self.{name}`: did you mean `self.{component}`?"
     return ""
 
@@ -246,11 +251,9 @@ def check_settings(runner: TorchRunner) -> None:
 
 def check_retries(runner: TorchRunner, *, finds_micro_batch_size: bool) -> None:
     """Refuse to look for the size of micro-batches where a rank that is out of memory would leave others waiting."""
-    reason = (
-        runner.preparation.forward_communicates(runner.unwrapped_model)
-        if finds_micro_batch_size
-        else None
-    )
+    if not finds_micro_batch_size:
+        return
+    reason = runner.preparation.forward_communicates(runner.unwrapped_model)
     if reason is not None:
         raise ValueError(
             "Expected dataloader.micro_batch_size to be a number where forward or backward communicate: a rank that is out of memory "

@@ -51,6 +51,7 @@ class ComponentChecks(Observer):
         self._data = data
         self._warned: set[str] = set()
         self._left_out: set[str] = set()
+        # No training has begun: no group counts as added.
         self._groups = sys.maxsize
         self._highest_rate = 0.0
         self._times_low = 0
@@ -97,9 +98,9 @@ class ComponentChecks(Observer):
                 f"Expected an optimizer whose step takes the gradient as it is. Received: {kind}, whose step calls a closure again and "
                 "again. Override both `step` and `optimizer_step` for it, or choose another."
             )
-        if any(
-            is_stuck(member) for member in getattr(run.optimizer, "optimizers", [run.optimizer])
-        ):
+        # Several optimizers that are held together have a list of them.
+        members = getattr(run.optimizer, "optimizers", [run.optimizer])
+        if any(map(is_stuck, members)):
             raise ValueError(
                 "Expected an optimizer that moves the weights. Received: SGD(fused=True) over bfloat16 or float16 weights on the CPU, "
                 "of which torch's fused form moves only those that do not fill a vector register. Set fused=False."
@@ -125,6 +126,7 @@ class ComponentChecks(Observer):
                 f"train nothing of it ({listed(left_out)}). A model that is put on the runner after construction is not the one "
                 "that the optimizer was made for: assign `self.model` in __init__, and make the optimizer after the model is complete."
             )
+        # One process without averages may train another model than that of construction.
         if run.distributed or run.stack != "ddp" or run.ema is not None:
             run.preparation.check_constructed(run.model)
         self._warn_of_left_out(left_out)
@@ -161,11 +163,9 @@ class ComponentChecks(Observer):
         if mode not in names:
             return
         if monitor and monitor != score_path(runner):
-            if (
-                mode == "max"
-                and section.get("mode", None) is None
-                and scheduler is self.built_scheduler
-            ):
+            # Nothing tells which value of another metric is the better one, but its name.
+            is_guess = section.get("mode", None) is None and scheduler is self.built_scheduler
+            if mode == "max" and is_guess:
                 logger.info(
                     "%s follows the highest %s; set scheduler.mode if lower is better.",
                     type(scheduler).__name__,
@@ -206,6 +206,7 @@ class ComponentChecks(Observer):
         is_of_run = isinstance(scheduler, (WarmupScheduler, OneCycleSchedule)) or not isinstance(
             scheduler, LRScheduler
         )
+        # Schedules of torch do not say whether they count updates or epochs, and most examples count epochs.
         is_asked = "interval" in (runner.config.get("scheduler", None) or {})
         advances = (
             not (runner.is_step_mode or is_asked or is_of_run) and interval_of(runner) == "step"
@@ -229,6 +230,7 @@ class ComponentChecks(Observer):
         if not self._session.running:
             return
         self._look_at_rate()
+        # A group that a program adds in training is not there when a resume makes the optimizer.
         added = len(runner.optimizer.param_groups) - self._groups
         if added > 0:
             self._warn(
@@ -248,6 +250,7 @@ class ComponentChecks(Observer):
                 f"In evaluation mode while it trains: {listed(left)}. Dropout is off, batch statistics stay as they are. Call `.train()` "
                 "where your code has called `.eval()`; where that is meant, override `train` of the module.",
             )
+        # An optimizer that the program has made anew leaves the schedule with the old one.
         schedules = list(scheduler) if isinstance(scheduler, JointScheduler) else [scheduler]
         groups = {id(group) for group in runner.optimizer.param_groups}
         moved = [
@@ -287,6 +290,7 @@ class ComponentChecks(Observer):
         self._times_low = self._times_low + 1 if rate < _COLLAPSED * self._highest_rate else 0
         step, steps = runner.state.train.global_step, runner.steps
         done = step / steps if steps else runner.progress
+        # Near the end of a run every schedule is near zero.
         if self._times_low > 1 and done < 0.5:
             self._warn(
                 "rate",
@@ -315,11 +319,10 @@ def _in_evaluation(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.M
         yield canonical_name(name), model
         return
     for child, module in model.named_children():
-        path = f"{name}.{child}" if name else child
-        yield from _in_evaluation(module, path)
+        yield from _in_evaluation(module, f"{name}.{child}".removeprefix("."))
 
 
 def _is_trained(module: nn.Module) -> bool:
-    # A module without parameters, such as dropout, counts as trained.
+    # A module without parameters, such as dropout, counts as trained: it cannot be frozen.
     parameters = list(module.parameters())
     return not parameters or any(parameter.requires_grad for parameter in parameters)

@@ -66,6 +66,7 @@ class DueWork:
         self.note_evaluation_saved()
 
     def note_evaluation_saved(self) -> None:
+        """Tell the extensions that nothing of an evaluation is left to be done."""
         for extension in self._extensions:
             extension.evaluation_saved()
 
@@ -118,6 +119,7 @@ class DueWork:
         if not splits:
             return
         results, keys = self._results, self._keys
+        # What is logged from here on belongs to the save that follows the evaluation.
         self._reporter.trackers.hold_mark()
         # As in a run that is resumed here.
         keys.between_updates()
@@ -150,6 +152,7 @@ class DueWork:
         """Save where it is time to, at the end, where it was asked for, and after the best evaluation."""
         runner, requested = self._runner, self._session.save_requested
         periodic = index % self._checkpoint_every == 0
+        # Only a periodic save gets a name of its own in the history; others replace the latest one.
         if final or periodic:
             runner.save_checkpoint(history=periodic)
         elif requested or self._is_best(index):

@@ -56,6 +56,7 @@ class EMA:
         self.interval = interval
         self.buffers = buffers
         self.num_updates = 0
+        # Names without the prefixes of wrappers, so that the averages load into the same model in another wrapper.
         saved = model.state_dict(keep_vars=True)
         parameters = {
             canonical_name(name): parameter for name, parameter in model.named_parameters()
@@ -73,6 +74,7 @@ class EMA:
         }
         averaged = self._live if buffers == "average" else parameters
         self._averaged = {name for name, tensor in averaged.items() if _can_average(tensor)}
+        self._averaged_buffers = [name for name in self._owners if name in self._averaged]
         self._copied = [name for name in self._live if name not in self._averaged]
         self.weights = {name: self._start_of(name, tensor) for name, tensor in self._live.items()}
 
@@ -128,6 +130,7 @@ class EMA:
         self.num_updates += 1
         if self.num_updates % self.interval:
             return
+        # The warm-up counts the averages that were taken, not the updates between them.
         rounds = self.num_updates // self.interval
         decay = min(self.decay, (1 + rounds) / (10 + rounds)) if self.warmup else self.decay
         self._see_buffers()
@@ -140,11 +143,10 @@ class EMA:
             torch._foreach_lerp_(averages, lives, 1.0 - decay)
         for name in self._copied:
             self.weights[name].copy_(self._live[name])
-        if self.buffers == "average":
-            for name in self._owners.keys() & self._averaged:
-                # An infinite element, as of a mask, has no average: inf - inf is NaN.
-                average, live = local_part(self.weights[name]), local_part(self._live[name])
-                average.copy_(torch.where(average.isfinite(), average, live))
+        for name in self._averaged_buffers:
+            # An infinite element, as of a mask, has no average: inf - inf is NaN.
+            average, live = local_part(self.weights[name]), local_part(self._live[name])
+            average.copy_(torch.where(average.isfinite(), average, live))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -174,12 +176,12 @@ class EMA:
     def _take_out(self, kept: Mapping[str, Tensor]) -> None:
         for name, (module, key) in self._owners.items():
             # An evaluation that assigns a new tensor leaves the buffer of training as it was.
-            if module._buffers[key] is not self._live[name]:
-                module._buffers[key] = self._live[name]
+            module._buffers[key] = self._live[name]
         for name, live in self._live.items():
             if name in kept:
                 live.copy_(kept[name])
                 continue
+            # The averages are in the model, and the trained weights here: they change places again.
             averaged = live.detach().clone()
             if live.shape != self.weights[name].shape:
                 live.resize_(self.weights[name].shape)

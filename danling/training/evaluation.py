@@ -136,6 +136,7 @@ class Evaluator:
         self.check_metrics()
         self._update.check_updates_made()  # its weights may be NaN
         quick = runner.config.audit.quick
+        # A run that only shows that a program works evaluates a few batches.
         if quick is not None:
             limit = quick if limit is None else min(limit, quick)
         own = limit
@@ -148,6 +149,7 @@ class Evaluator:
             totals, scored, samples = self._sums(split, own, source)
             metrics = checked_figures("summarize", split, runner.summarize(split, totals))
         if scored and math.isnan(metrics.get("loss", 0.0)):
+            # A NaN may also be the loss of the model, which has a weight.
             self._log_ignored(split, limit, totals)
         if limit is not None:
             # Of a part of a split, the number of batches and ranks decides which one.
@@ -179,13 +181,11 @@ class Evaluator:
             return
         self._logged_orders.add(split)
         order = "their own order" if loader.order.shuffle else "the order of the dataset"
-        which = f"all {samples}" if first == samples else f"the first {first} of {samples}"
+        which, more = f"all {samples}", ""
+        if first < samples:
+            which = f"the first {first} of {samples}"
+            more = " Call `evaluate`, or override `evaluate_steps`, for all of them."
         why = f" Only training reads by {' and '.join(settings)}." if settings else ""
-        more = (
-            ""
-            if first == samples
-            else " Call `evaluate`, or override `evaluate_steps`, for all of them."
-        )
         logger.info(
             "An evaluation reads %s samples of split %r, in %s.%s%s", which, split, order, why, more
         )
@@ -206,6 +206,7 @@ class Evaluator:
     def _source(self, split: str) -> BatchSource:
         """Return the batches of a split. For a split to train on it is a separate pass, which does not move its position."""
         runner = self.runner
+        # A split that is only evaluated has its own loader, whose position is that of no training.
         if split not in runner.train_splits:
             return self._data.begin(split)
         if split in runner.datasets:
@@ -251,6 +252,7 @@ class Evaluator:
                     samples = counted(data, samples)
                     self.batch_weight = weight
                     pred, loss = self._evaluated(split, data)
+                    # Padding has no samples: a rank that has only padding waits for the loss of another one.
                     if loss is not None and samples:
                         totals.expect("loss")
                     # Whether a weight on a device is zero is not asked: the host would wait.
@@ -269,6 +271,7 @@ class Evaluator:
                     evaluated += samples if pred is not None or loss is not None else 0
                 if self._is_trying:
                     self._name_no_means(split, tried)
+            # What `evaluate_step` has logged; put aside are the meters of the open epoch.
             totals.merge(runner.meters)
         return totals, scored, evaluated
 
@@ -290,6 +293,7 @@ class Evaluator:
     def _pass_over(
         self, source: BatchSource, limit: int | None = None, *, is_unbounded: bool = False
     ) -> Iterator[Batch]:
+        # Before, for a pass that an exception has left half-way, and after, so that the next one begins at the first sample.
         source.rewind()
         placement = self.runner.placement
         batches: Iterator[Batch] = islice(source.batches(), limit)
@@ -324,13 +328,14 @@ class Evaluator:
         runner, preparation = self.runner, self.runner.preparation
         wrapped, bare = runner.model, runner.unwrap(runner.model)
         before = wrapped, runner.mode, runner.carry
+        # The order matters: averages are put in last and taken out first, so that the optimizer finds the weights that it has put in.
         with ExitStack() as stack:
             stack.enter_context(self._keys.evaluating())
             stack.enter_context(preparation.evaluating(wrapped))
             stack.enter_context(evaluation_weights(runner.optimizer))
             # The criterion has a mode too: one that keeps centres or statistics must not learn from what is evaluated.
-            criterion = runner.criterion if isinstance(runner.criterion, nn.Module) else None
-            roots = [wrapped] if criterion is None else [wrapped, criterion]
+            criteria = [each for each in (runner.criterion,) if isinstance(each, nn.Module)]
+            roots = [wrapped, *criteria]
             was_training = [root.training for root in roots]
             modes = [(module, module.training) for root in roots for module in root.modules()]
             # Each of several optimizers has another window, which is empty in a block that is not due.
@@ -352,9 +357,8 @@ class Evaluator:
                 stack.enter_context(preparation.averaged(runner.ema))
                 # Each rank averages its own buffers; a checkpoint keeps rank 0's.
                 runner.broadcast_buffers()
-            bare.eval()
-            if criterion is not None:
-                criterion.eval()
+            for each in (bare, *criteria):
+                each.eval()
             runner.model = bare
             runner.mode = mode
             runner.carry = None
@@ -392,6 +396,7 @@ class Evaluator:
         source = self._source(split)
         if not source.can_restart:
             return
+        # Training reads that batch again, from the same state.
         with self._session.evaluating(split), source.peek(), self._recompute.preserved():
             # How a pass began is remembered with the place in a loader of the user's, so its place in training is not moved.
             opened = source if source.kind == "position" else self._data.open(split, source.loader)
@@ -466,6 +471,7 @@ class Evaluator:
         self._log_order(split, None, source)
         batches = self._pass_over(source)
         while True:
+            # Reading and predicting are two contexts: the caller may train between two batches, in its own mode.
             with self._keys.evaluating():
                 batch = next(batches, None)
             if batch is None:
@@ -500,6 +506,7 @@ def even_out(
 
     Where a forward is a collective of the ranks that share parameters, all of them must make the same number.
     """
+    # A rank that reads nothing, such as a middle stage of a pipeline, needs no data to take part.
     spare = None if reads else Batch(PLACEHOLDER, 0, 0)
     while True:
         batch = next(batches, None)
@@ -511,6 +518,7 @@ def even_out(
         some_have, some_lack = flags.tolist()
         if not some_have:
             return
+        # A rank without any batch of its own repeats one of another rank.
         if some_lack:
             mine = batch if is_real else None
             offered = [found for found in readers.gather_objects(mine) if found is not None]
@@ -534,6 +542,7 @@ def split_by_sample(pred: object, samples: int, parts: Sequence[int] | None = No
     """
     if not samples:
         return []
+    # Of an object with `loss` and `logits`, the logits; the entries of a mapping are taken apart below.
     if not isinstance(pred, (Mapping, tuple)):
         pred = prediction_of(pred)
     if isinstance(pred, Tensor) and parts is not None and pred.ndim:
@@ -544,6 +553,7 @@ def split_by_sample(pred: object, samples: int, parts: Sequence[int] | None = No
                 whole[end - count : end] for count, end in zip(parts, accumulate(parts))
             ]
             return of_samples[:samples]
+        # A row for something else, such as an edge, belongs to no sample.
         if len(pred) != len(parts):
             return [pred.detach().cpu()]
     if isinstance(pred, Tensor):

@@ -56,29 +56,25 @@ class FirstGradients(Observer):
         }
         # It may be that of another optimizer, which train_step steps.
         has_others = any(isinstance(value, torch.optim.Optimizer) for value in own.values())
-        if is_overridden(runner, "train_step") and not (
-            has_others or any(is_overridden(runner, name) for name in _UNSCALING)
-        ):
-            scalers = {
-                name: value
-                for name, value in own.items()
-                if isinstance(value, torch.amp.GradScaler)
-            }
+        unscales = has_others or any(is_overridden(runner, name) for name in _UNSCALING)
+        if is_overridden(runner, "train_step") and not unscales:
             self._scalers = {
                 name: (each, each.state_dict())
-                for name, each in scalers.items()
-                if each.is_enabled()
+                for name, each in own.items()
+                if isinstance(each, torch.amp.GradScaler) and each.is_enabled()
             }
 
     def gradients_ready(self, totals: StepTotals, norm: Tensor) -> None:
         """Look at the gradients. Called on all ranks."""
         runner = self._runner
+        # A window without weight has no gradient to look at: the next one is the first.
         if not float(totals.weight):
             return
         runner.observers.remove(self)
         self._name_scalers()
         optimized = runner.preparation.optimized_parameters(runner.optimizer)
         self._name_unknown(optimized)
+        # Each of several optimizers has its own updates, in which the parameters of the others have no gradient.
         if self._has_phases:
             return
         mine = runner.reduction.without_gradient({id(parameter) for parameter in optimized})
@@ -111,6 +107,7 @@ class FirstGradients(Observer):
     def _name_unknown(self, optimized: Iterable[nn.Parameter]) -> None:
         """Name parameters outside of the model that the loss depends on. May be called on one rank."""
         runner = self._runner
+        # A program may have its own optimizers, which train_step steps.
         optimizers = [
             item for _, item in _values(runner) if isinstance(item, torch.optim.Optimizer)
         ]
@@ -151,6 +148,7 @@ def parameters_outside(runner: TorchRunner) -> dict[str, nn.Parameter]:
 
 def _values(runner: TorchRunner) -> Iterator[tuple[str, object]]:
     """Yield what `parameters_outside` looks at, with its place."""
+    # The parameters of the criterion belong to the run as those of the model do.
     taken = ("model", "criterion", "ema")
     places = [
         (f"self.{name}", value)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
@@ -94,11 +94,13 @@ class RandomKeys:
         runner, placement = self._runner, self._runner.placement
         if ordinal == 0:
             self._places.clear()
+        # A closure of the optimizer runs its micro-batches again, with their first noise. Batches of a loop by hand have no place.
         place = (
             place
             or (self._places.get(id(data)) if self.in_update else None)
             or (placement.data.rank, ordinal)
         )
+        # The batches of an update are alive until it ends, so their ids are theirs.
         self._places[id(data)] = place
         train, base = runner.state.train, _base(runner.seed, "train", placement.replica_group[0])
         key = mix_seed(
@@ -107,6 +109,7 @@ class RandomKeys:
         self.key, self._ordinal, self._phase = key, ordinal, 0
         if self._generators is None or self._generators:
             self._seed_generators()
+        # Seeding NumPy and `random` costs more than seeding torch: left out where no code of the user's could draw.
         only_torch = self._only_torch and self._session.running
         if only_torch and type(data) is not Tensor:
             # A tensor of a class of the user's runs its code.
@@ -152,6 +155,7 @@ class RandomKeys:
                         "itself; `with self.optimizing(name)` steps one of several optimizers, and your own update goes into "
                         "`optimizer_step`."
                     )
+                # Ranks with shards of one parameter must draw different noise, ranks with copies the same.
                 shards = any(
                     is_sharded(each) for group in optimizer.param_groups for each in group["params"]
                 )
@@ -182,6 +186,7 @@ class RandomKeys:
     def evaluating(self) -> Iterator[None]:
         """Evaluate inside, wherever that is: afterwards the streams and the generators of modules are what they were before."""
         self._look_for_generators()
+        # The generators of modules are put back too: an evaluation within an update must not move them.
         key, kept = self.key, [(each, generator_state(each)) for each, _ in self._generators or ()]
         with preserved_streams(self._runner.device):
             try:
@@ -196,15 +201,15 @@ class RandomKeys:
     def _look_for_generators(self) -> None:
         """Look for generators in attributes of model and criterion: the forward seeds them, as the reading those of a dataset."""
         runner: Any = self._runner
-        model = runner.unwrapped_model if isinstance(runner.model, nn.Module) else None
         roots = {
             f"{root}.{canonical_name(name)}.{attribute}": value
-            for root, module in (("model", model), ("criterion", runner.criterion))
+            for root, module in (("model", runner.unwrapped_model), ("criterion", runner.criterion))
             if isinstance(module, nn.Module)
             for name, part in module.named_modules()
             for attribute, value in vars(part).items()
             if attribute not in OF_MODULE and not isinstance(value, LEAVES)
         }
+        # Most models have nothing to look at.
         found = Generators(roots).found if roots else {}
         self._generators = [(generator, crc32(path.encode())) for path, generator in found.items()]
 
@@ -230,16 +235,17 @@ def _base(*parts: int | str) -> int:
 @contextmanager
 def preserved_streams(device: torch.device) -> Iterator[None]:
     """Put the streams of torch, NumPy, `random` and a device back on exit."""
-    module = torch.get_device_module(device) if device.type != "cpu" else None
-    of_torch, of_python = torch.default_generator.get_state(), random.getstate()
-    of_numpy = None if numpy is None else numpy.random.get_state()
-    of_device = None if module is None else module.get_rng_state(device)
+    put_back: list[Callable[[], object]] = [
+        partial(torch.default_generator.set_state, torch.default_generator.get_state()),
+        partial(random.setstate, random.getstate()),
+    ]
+    if numpy is not None:
+        put_back.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        put_back.append(partial(module.set_rng_state, module.get_rng_state(device), device))
     try:
         yield
     finally:
-        torch.default_generator.set_state(of_torch)
-        random.setstate(of_python)
-        if numpy is not None and of_numpy is not None:
-            numpy.random.set_state(of_numpy)
-        if module is not None:
-            module.set_rng_state(of_device, device)
+        for each in put_back:
+            each()

@@ -157,12 +157,9 @@ class TrainingLoop:
         # A run by updates that was stopped within its last evaluation makes that evaluation.
         ends_in_evaluation = runner.is_step_mode and results.open
         if self._is_used_up() and not ends_in_evaluation:
-            done = (
-                runner.state.train.global_step if runner.is_step_mode else runner.state.train.epoch
-            )
             nothing = (
-                f"the run has completed {done} of {getattr(runner, unit)} {unit}. Raise {unit} to continue. If this is to be another run, "
-                "such as another fold, name in the configuration what differs, such as fold=1: then it gets another directory."
+                f"the run has completed {runner.index} of {getattr(runner, unit)} {unit}. Raise {unit} to continue. If this is to be "
+                "another run, such as another fold, name in the configuration what differs, such as fold=1: then it gets another directory."
             )
         elif results.patience_exhausted():
             nothing = "the patience of the run is used up. Raise patience to continue."
@@ -216,6 +213,7 @@ class TrainingLoop:
         for extension in self.extensions:
             extension.check_training(whole=whole)
         self._driver = next((extension for extension in self.extensions if extension.drives), None)
+        # The time of the run counts from here: what a program does before its training is its own.
         session.begin(max_seconds=runner.config.max_time_seconds())
         session.running = True
         with ExitStack() as stack:
@@ -267,12 +265,13 @@ class TrainingLoop:
                 self._reporter.end()
                 for loader in self._data.update_loaders().values():
                     loader.free()
+            # At last, when the program's own handlers are back and everything is closed.
             session.redeliver_signal()
 
     def _detach(self, observers: Sequence[Observer]) -> None:
-        for each in observers:
-            if each in self._runner.observers:  # one that failed has been removed
-                self._runner.observers.remove(each)
+        # One that failed has been removed.
+        for each in [each for each in observers if each in self._runner.observers]:
+            self._runner.observers.remove(each)
 
     def begin_updates(self) -> None:
         """Look at model, criterion, optimizer and scheduler as they are now. Called on all ranks."""
@@ -394,6 +393,7 @@ class TrainingLoop:
         results = self._results
         if self._is_interrupted():
             return  # half-way through the pass
+        # An override of `train_epoch` may return nothing: the pass counts all the same.
         if metrics is None:
             results.open.setdefault(split, {})
         else:
@@ -575,9 +575,8 @@ class TrainingLoop:
                 # The replica groups have not agreed: the update is made again from the same batches.
                 batches = chain(consumed, batches)
                 continue
-            if (
-                update.move_source is not None
-            ):  # an override of `step` has not called `super().step()`
+            # Still set where an override of `step` has not called `super().step()`.
+            if update.move_source is not None:
                 update.end_batches()
             yield outcome
             # After the evaluation and the save that the caller may make.

@@ -86,6 +86,7 @@ class ModelStates:
         ):
             # Of a model whose only part is called `module`, as what wraps a model calls it too.
             state = {f"{prefix}{name}": value for name, value in state.items()}
+        # Before keys are compared: a file of safetensors has one name of each tied weight.
         state = with_tied_names(model, state)
         missing = sorted(names.keys() - state.keys())
         unexpected = sorted(state.keys() - names.keys())
@@ -98,6 +99,7 @@ class ModelStates:
                 f"what is new in this model, or to leave out what it lacks, add {entries_of('model', missing + unexpected)} to "
                 "checkpoint.exclude_from_loading."
             )
+        # Checked here, since torch's error for a wrong shape does not name the entry that leaves the weight out.
         here = model.state_dict()
         sized = _sized_by_modules(model)
         fixed = {
@@ -106,6 +108,7 @@ class ModelStates:
             if names[name].rpartition(".")[0] not in sized
         }
         _check_shapes({name: here[names[name]] for name in fixed}, fixed)
+        # torch converts silently. The optimizer's state of these weights is converted with them.
         dtypes = {name: getattr(value, "dtype", None) for name, value in state.items()}
         self._converted = {
             name for name in dtypes if dtypes[name] != getattr(here[names[name]], "dtype", None)
@@ -296,7 +299,7 @@ class FrozenWeights:
         frozen = self._without(trained)
         found = digest_of(frozen)
         if found != stored["sha256"] and base:
-            # The run may have begun from these.
+            # Only now, since reading them takes as long as reading a checkpoint. The run may have begun from these.
             self._runner.load_pretrained(base)
             frozen = self._without(trained)
             found = digest_of(frozen)
@@ -364,10 +367,8 @@ def bit_sum(tensor: Tensor) -> int:
     2.6 s of one core (1.3 by a plain sum), of 16-bit ones 3.0 (3.4).
     """
     flat = local_part(tensor).detach().contiguous().reshape(-1)
-    integers = _INTEGERS.get(flat.element_size())
-    if integers is None:
-        integers = torch.uint8
-    values = flat.view(integers)
+    # Values of 16 bytes, such as complex128, count byte by byte.
+    values = flat.view(_INTEGERS.get(flat.element_size(), torch.uint8))
     # An odd number for each place. They follow no line, on which several values could change places without a trace.
     mixed = (
         torch.arange(1, min(values.numel(), _PIECE) + 1, dtype=torch.int64, device=values.device)

@@ -39,6 +39,7 @@ def slots_of(kind: type[Any]) -> list[str]:
     """Return the names in `__slots__` of a class and its bases, as they are in its instances."""
     found = []
     for base in reversed(kind.__mro__):
+        # One slot may be given as a text, and a name such as `__x` is mangled as it is in a method.
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             is_private = name.startswith("__") and not name.endswith("__")
@@ -49,6 +50,7 @@ def slots_of(kind: type[Any]) -> list[str]:
 @functools.lru_cache(maxsize=1024)
 def is_all_attributes(kind: type[Any]) -> bool:
     """Whether objects of a class have nothing but attributes: a class that is written in C may have more."""
+    # Written in C, but it has nothing but a `__dict__`.
     if kind is types.SimpleNamespace:
         return True
     slots = slots_of(kind)
@@ -61,6 +63,7 @@ def is_all_attributes(kind: type[Any]) -> bool:
 
 def has_state(kind: type[Any]) -> bool:
     """Whether objects of a class return and take a state."""
+    # Every observer inherits both methods, empty.
     if issubclass(kind, Observer):
         return keeps_state(kind)
     return callable(getattr(kind, "state_dict", None)) and callable(

@@ -59,11 +59,10 @@ class ObserverStates:
         }
         return {_SECTION: copies} if copies else {}
 
-    def remember(self) -> Callable[[], None] | None:
-        """Return what puts the states back to what they are now; `None` without one. No communication."""
-        if not self._observers.with_state:
-            return None
+    def remember(self) -> Callable[[], None]:
+        """Return what puts the states back to what they are now. No communication."""
         copies: dict[str, dict[str, Any]] = {}
+        # A list, since an observer that fails is removed.
         for name, observer in list(self._observers.with_state.items()):
             try:
                 copies[name] = deepcopy(observer.state_dict())
@@ -71,10 +70,12 @@ class ObserverStates:
                 self._observers.drop(observer, error)
 
         def put_back() -> None:
-            for name, observer in list(self._observers.with_state.items()):
-                if name not in copies:
-                    continue
+            # One that was appended since has nothing to go back to.
+            known = [name for name in copies if name in self._observers.with_state]
+            for name in known:
+                observer = self._observers.with_state[name]
                 try:
+                    # A copy again: the update may be made more than twice.
                     observer.load_state_dict(deepcopy(copies[name]))
                 except Exception as error:
                     self._observers.drop(observer, error)
@@ -83,8 +84,7 @@ class ObserverStates:
 
     def _entries(self) -> dict[Key, Entry]:
         found: dict[Key, Entry] = {}
-        if not self._observers.with_state:
-            return found
+        # Shared by the small snapshots that follow: each would walk over all modules.
         known = AttributeSnapshot(self._runner)
         for name, observer in list(self._observers.with_state.items()):
             try:
@@ -106,6 +106,7 @@ class ObserverStates:
         self._waiting = {name: node for name, node in found.items() if node is not MISSING}
         self._missing = found.keys() - self._waiting.keys()
         self._is_loaded = True
+        # Kept for observers that the program appends after the load.
         self._left_out = {entry.removeprefix(f"{_SECTION}.") for entry in excluded}
         self._restore(self._observers.with_state)
 

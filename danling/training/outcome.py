@@ -35,6 +35,7 @@ class UpdateOutcome:
     @property
     def loss(self) -> float | Tensor:
         """The mean loss of the window over all micro-batches and ranks, `loss_sum / weight`, as `weight`; 0 without any weight."""
+        # On a device the division is made everywhere, and a 0/0 replaced: asking for the weight would wait.
         if isinstance(self.weight, Tensor):
             return torch.where(self.weight != 0, self.loss_sum / self.weight, 0.0)
         return self.loss_sum / self.weight if self.weight else 0.0

@@ -106,6 +106,7 @@ class PassAgreement:
             return True
         if first is None:
             self._compare_ranks(source, batch)
+        # Each worker has its own copy of a stream: the first batches of two workers are compared when the second one comes.
         streams = isinstance(getattr(source.loader, "dataset", None), IterableDataset)
         if (
             streams
@@ -118,6 +119,7 @@ class PassAgreement:
         return True
 
     def _compare_ranks(self, source: BatchSource, batch: Batch) -> None:
+        # A loader that ends alike is divided by the library.
         if self.ends_alike(source) or self.data_domain.size == 1:
             return
         described = None if batch.data is PLACEHOLDER else source.described(batch)

@@ -78,12 +78,12 @@ class PassSettings:
         snapshot = AttributeSnapshot(self._runner)
         # A buffer is named by its place among those of the model elsewhere, and is a value here.
         snapshot.paths.clear()
-        for name, value in self._values():
-            if name in names:
-                entry = snapshot.attribute(name, value)
-                entry.digest = snapshot.digest_of(entry.node)
-                if not entry.left:
-                    found[_SECTION, name] = entry
+        chosen = {name: value for name, value in self._values() if name in names}
+        for name, value in chosen.items():
+            entry = snapshot.attribute(name, value)
+            entry.digest = snapshot.digest_of(entry.node)
+            if not entry.left:
+                found[_SECTION, name] = entry
         return found
 
     def _load(self, stored: Mapping[str, Any], _: Collection[str]) -> None:
@@ -119,6 +119,7 @@ class PassSettings:
         """Yield the values of all modules, less text under the names of places and secrets."""
         secret_keys = self._runner.config.secret_keys or ()
         for path, module in modules_of(self._runner):
+            # Buffers are not in `vars`.
             for key, value in (vars(module) | module._buffers).items():
                 is_open = type(value) is not str or not is_left_out(
                     key, names_secret(key, secret_keys)
@@ -140,6 +141,7 @@ def _is_value(value: Any) -> bool:
     if type(value) in SCALARS or isinstance(value, Enum) or is_of_numpy(value):
         return True
     if isinstance(value, Tensor):
+        # What is trained is in the state of the model.
         return not isinstance(value, nn.Parameter) and not value.requires_grad
     if type(value) in DICTS.values():
         return all(map(_is_value, value)) and all(map(_is_value, value.values()))

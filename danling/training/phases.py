@@ -43,6 +43,7 @@ class PhasedModel(DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Before the wrapper is complete there is no module, and looking for it here would not end.
             if name == "module":
                 raise
             return getattr(self.module, name)
@@ -90,6 +91,7 @@ class Phases:
         """Make the reductions for the present model. Called on all ranks, between updates."""
         runner = self._runner
         joint, scaler = runner.optimizer, runner.precision.scaler
+        # A reduction takes optimizer and scaler from the runner, also that of a stack of the user's.
         try:
             for phase in self._phases.values():
                 runner.optimizer, runner.precision.scaler = phase.optimizer, phase.scaler
@@ -110,16 +112,17 @@ class Phases:
             and runner.model.broadcast_buffers
         ):
             runner.broadcast_buffers()
+        # Once for an update, though each of its micro-batches has the block.
         if phase not in self._used:
             self._used.append(phase)
         phase.is_due = (runner.state.train.attempted + 1) % every == 0
+        # The loss of this micro-batch belongs to the window of the phase, which weighs it.
         window.expect_no_loss()
-        phase.window.agreed_reference, phase.window.sum_reduced = (
-            window.agreed_reference,
-            window.sum_reduced,
-        )
+        phase.window.agreed_reference = window.agreed_reference
+        phase.window.sum_reduced = window.sum_reduced
         phase.window.may_divide_by_zero = window.may_divide_by_zero
         if phase.is_due:
+            # The gradient of this phase so far: the blocks between were those of other optimizers.
             for parameter, gradient in phase.gradients:
                 parameter.grad = gradient
             phase.gradients = []
@@ -184,12 +187,14 @@ class Phases:
                 f"Expected the block of optimizing({phase.name!r}) to call self.backward(loss). Received: a block without. Call it there, "
                 "or leave the block out; every=n makes an update in each n-th pass only."
             )
+        # Set aside, since the next block may reach the same parameters.
         if not last:
             phase.gradients = [
                 (parameter, parameter.grad) for parameter in phase.reduction.parameters
             ]
             phase.reduction.zero()
             return
+        # Asked until it was so once: a later loss may leave out all parameters, such as one that is clipped to zero.
         if not phase.is_reached:
             phase.is_reached = any(
                 parameter.grad is not None for parameter in phase.reduction.parameters
@@ -239,6 +244,7 @@ class Phases:
             ]
             committed = any(outcome.committed for outcome in made)
             loss_sum = sum(losses[1:], losses[0]) * first.weight
+            # Of all parameters together, as with one optimizer.
             norm = torch.stack(norms).norm() if norms else None
             reason = None if committed else first.reason
             outcome = UpdateOutcome(committed, first.weight, loss_sum, first.samples, norm, reason)
@@ -259,11 +265,13 @@ class Phases:
 
     def state_dict(self) -> dict[str, Any]:
         """Return skips in a row and the scaler of each phase."""
-        states = {}
-        for name, phase in self._phases.items():
-            scaler = {} if phase.scaler is None else phase.scaler.state_dict()
-            states[name] = {"skips": phase.skips, "scaler": scaler}
-        return states
+        return {
+            name: {
+                "skips": phase.skips,
+                "scaler": {} if phase.scaler is None else phase.scaler.state_dict(),
+            }
+            for name, phase in self._phases.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -279,6 +287,7 @@ def phases_of(runner: TorchRunner, session: TrainingSession, data: RunData) -> P
     optimizer = runner.optimizer
     if not isinstance(optimizer, JointOptimizer) or not optimizer.named:
         return None
+    # What runs micro-batches again, or has one window and one reduction for all parameters.
     config = runner.config
     refused = {
         f"stack={runner.stack!r}": runner.stack not in ("ddp", "parallel"),

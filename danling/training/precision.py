@@ -51,6 +51,7 @@ class Precision:
 
 def leave_update(scaler: torch.amp.GradScaler | None) -> None:
     """Forget that gradients have been unscaled: the update that did it was left before its end, and is made again."""
+    # torch refuses to unscale twice before an `update`, which this update never reached.
     if scaler is not None:
         scaler._per_optimizer_states.clear()
 

@@ -63,6 +63,7 @@ class ModelPreparation:
                 "Expected DistributedDataParallel without a static graph: with dataloader.micro_batch_size='auto' gradients are "
                 "reduced after the backward. Received: static_graph=True from ddp_kwargs. Set a number, or leave static_graph out."
             )
+        # The wrapper would broadcast in each forward, where a rank that is out of memory leaves the others waiting.
         self.broadcasts_buffers = options.get("broadcast_buffers", True)
         return {**options, "broadcast_buffers": False}
 
@@ -108,8 +109,7 @@ class ModelPreparation:
 
     def check_constructed(self, model: nn.Module) -> None:
         """Refuse another model than that of construction."""
-        built = self._constructed() if self._constructed is not None else model
-        if model is not built:
+        if self._constructed is not None and model is not self._constructed():
             raise ValueError(
                 f"Expected the model that the runner was constructed with, which gradients are reduced and averaged weights kept for. "
                 f"Received: another one, a {type(model).__name__}. Assign `self.model` in __init__."
@@ -140,6 +140,7 @@ class ModelPreparation:
     def whole_weights(self, model: nn.Module, *, modify: bool) -> Iterator[None]:
         """Return a context in which every rank has the weights whole."""
         yield
+        # Each rank has changed its own copy, maybe with random numbers: that of the first rank counts.
         if modify and self.world.size > 1:
             for parameter in model.parameters():
                 self.world.broadcast(parameter.data)

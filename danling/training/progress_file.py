@@ -15,7 +15,7 @@ from danling.utils.files import write_atomically
 from danling.utils.messages import clause
 from danling.utils.observers import Observer
 
-from .session import BY_SIGNAL, TrainingSession
+from .session import STOPS, TrainingSession
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -102,14 +102,11 @@ class ProgressFile(Observer):
             state, reason = self._session.ending
             if state is not None:
                 return state, reason
-        if reason in (*BY_SIGNAL, "stop"):
-            return "stopped", reason
         has_budget = runner.steps is not None or runner.epochs is not None
         is_over = runner.progress >= 1 or self._session.data_ended or reason == "patience"
-        if has_budget and not is_over:
-            # The program has left the training, or has asked for one pass alone.
-            return "stopped", reason
-        return "done", reason
+        # Without a request to stop, the program has left the training itself, or has asked for one pass alone.
+        is_stopped = reason in STOPS or (has_budget and not is_over)
+        return "stopped" if is_stopped else "done", reason
 
     def _write(self, state: str, reason: str | None) -> None:
         try:

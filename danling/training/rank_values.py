@@ -25,6 +25,7 @@ def values_of_all(
         mine: What this rank would save. What any rank would save is saved.
         now: The encoded values of this rank.
     """
+    # All ranks must gather the same keys, whatever each of them has changed.
     keys = sorted(set().union(*world.gather_objects(set(mine))))
     if not keys:
         return {}
@@ -32,6 +33,7 @@ def values_of_all(
     digests = dict(zip(keys, map(set, zip(*ranks))))
     differing = [key for key in keys if len(digests[key]) > 1]
     nodes = []
+    # Most values are equal on all ranks: only digests travel for these.
     if differing:
         mine_of_these = {key: now[key].node for key in differing if key in now}
         nodes = world.gather_objects(tree_map_only(Tensor, Tensor.cpu, mine_of_these))

@@ -62,12 +62,17 @@ class Recompute:
         self._versions = {}
         buffers = BufferCopies(runner)
         buffers.take()
-        put_figures_back = remember_figures(runner, self.train_metrics)
-        put_attributes_back = self._attributes.remember()
+        put_back = [
+            self._attributes.remember(),
+            buffers.put_back,
+            remember_figures(runner, self.train_metrics),
+            remember_settings(runner.optimizer),
+        ]
+        if reads_again:
+            put_back.append(self._data.remember_states())
         # Of padding, observers hear nothing.
-        put_observers_back = self._observer_states.remember() if window else None
-        put_settings_back = remember_settings(runner.optimizer)
-        put_datasets_back = self._data.remember_states() if reads_again else None
+        if window:
+            put_back.append(self._observer_states.remember())
         micro_step = runner.state.train.micro_step
 
         def take_back() -> None:
@@ -75,14 +80,8 @@ class Recompute:
                 runner.window.reset()
                 runner.reduction.drop_open()
                 runner.reduction.zero()
-            put_attributes_back()
-            buffers.put_back()
-            put_figures_back()
-            put_settings_back()
-            if put_datasets_back is not None:
-                put_datasets_back()
-            if put_observers_back is not None:
-                put_observers_back()
+            for each in put_back:
+                each()
             runner.state.train.micro_step = micro_step
 
         return take_back
@@ -91,13 +90,12 @@ class Recompute:
     def preserved(self) -> Iterator[None]:
         """Put back on exit what an evaluation may change: buffers and their averages, meters, the carry, attributes and metrics."""
         runner = self._runner
+        # The averages of weights do not change in an evaluation, those of buffers do: a forward may change buffers.
         averages = getattr(runner.ema, "weights", {})
         names = {canonical_name(name) for name, _ in runner.unwrapped_model.named_buffers()}
         averaged = [(tensor, tensor.clone()) for name, tensor in averages.items() if name in names]
-        buffers, put_figures_back = (
-            BufferCopies(runner),
-            remember_figures(runner, self.train_metrics),
-        )
+        put_figures_back = remember_figures(runner, self.train_metrics)
+        buffers = BufferCopies(runner)
         buffers.take()
         try:
             with self._attributes.preserved():
@@ -153,6 +151,7 @@ class SkippedUpdates:
     def bind(self) -> None:
         """Look again whether updates may be skipped, and which modules have buffers. Called where a pass begins."""
         runner = self._runner
+        # A loss scaler skips updates that overflow, whatever the configuration says.
         self.may_skip = runner.config.skip_nonfinite_grad or runner.reduction.scaler is not None
         self._buffers.bind()
 
@@ -172,26 +171,24 @@ class SkippedUpdates:
         )
 
     def look(self) -> None:
-        """Find the attributes that a micro-batch has changed, in the first updates. Called after each micro-batch."""
-        if self.before is None:
-            return
+        """Find the attributes that a micro-batch has changed. Called after each micro-batch where `before` is set."""
+        assert self.before is not None
         now = self._attributes.digests()
         self._found |= {
             name for name, digest in now.items() if self.before.get(name, digest) != digest
         }
 
     def end(self, *, put_back: bool) -> None:
-        """End a remembered update: put back what it has changed, or keep it. Called once the ranks have decided on the update."""
-        self.remembers = False
-        remembered, self._put_back = self._put_back, None
-        if remembered is None:
-            return
+        """End a remembered update: put back what it has changed, or keep it. Called where `remembers` is set, after the decision."""
+        assert self._put_back is not None
+        put_figures_back, put_attributes_back = self._put_back
+        self.remembers, self._put_back = False, None
         if put_back:
-            put_figures_back, put_attributes_back = remembered
             put_attributes_back(self._found)
             self._buffers.put_back()
             put_figures_back()
         if self.before is not None:
+            # The first updates may differ, as where the second one finds the state that the first has made.
             self.before = None
             self._watched += 1
             if self._watched == _WATCHED and self._found:
@@ -205,6 +202,7 @@ class SkippedUpdates:
 
 def remember_figures(runner: TorchRunner, metrics: TrainMetrics | None) -> Callable[[], None]:
     """Return what puts meters, metrics of training and the carry back to what they are now. No communication."""
+    # Copied twice, here and where it is put back: the program may change it in place each time.
     carry = map_carry(runner.carry, Tensor.clone)
     put_meters_back = runner.meters.remember()
     put_metrics_back = metrics.remember() if metrics is not None else None
@@ -229,6 +227,7 @@ def remember_settings(optimizer: Any) -> Callable[[], None]:
     def put_back() -> None:
         for group, values in zip(groups, kept):
             for name, value in values.items():
+                # In place: a captured graph, or a schedule, reads the rate from this tensor.
                 if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
                     group[name].copy_(value)
                 else:
@@ -258,6 +257,7 @@ class BufferCopies:
 
     def take(self) -> None:
         """Copy the buffers."""
+        # Walking over all modules costs more than copying their buffers: once for a model, and again after `bind`.
         if self._model is not self._runner.model:
             self._model = self._runner.model
             modules = [self._runner.unwrapped_model, self._runner.criterion]
@@ -278,6 +278,7 @@ class BufferCopies:
         )
         # An observer of values gives its buffers their size in the first forward.
         if is_same and all(one.shape == copy.shape for one, copy in zip(live, self._copies)):
+            # torch refuses a call for no tensors.
             if live:
                 with torch.no_grad():
                     torch._foreach_copy_(self._copies, live)
@@ -288,6 +289,7 @@ class BufferCopies:
     @torch.no_grad()
     def put_back(self) -> None:
         """Write the copies into the buffers, which are those that were copied; one that was registered since is left as it is."""
+        # In place, since a captured graph and a wrapper refer to the tensors; then the tensors themselves, if they were replaced.
         for buffer, before in zip(self._live, self._copies):
             if buffer.shape != before.shape:
                 buffer.resize_(before.shape)
@@ -305,6 +307,7 @@ def map_carry(carry: Any, change: Callable[[Tensor], Tensor], path: str = "self.
         return carry
     if isinstance(carry, Mapping):
         return {key: map_carry(value, change, f"{path}[{key!r}]") for key, value in carry.items()}
+    # No subclasses: a named tuple is made of its fields, not of one list.
     if type(carry) in (list, tuple):
         return type(carry)(
             map_carry(value, change, f"{path}[{index}]") for index, value in enumerate(carry)

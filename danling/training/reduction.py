@@ -66,6 +66,7 @@ class GradientReduction:
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that the optimizer updates; the same list as long as no group is added to the optimizer."""
         groups, sizes = self.optimizer.param_groups, self._group_sizes
+        # A loop and no comprehension: this is read several times in an update, most of which have one group.
         if len(groups) != len(sizes):
             self._list_parameters()
             return self._parameters
@@ -270,11 +271,8 @@ class DDPReduction(GradientReduction):
         elif self.averages == "all":
             left = [parameter for _, parameter in runner.named_parameters()]
         else:
-            left = (
-                list(runner.criterion.parameters())
-                if isinstance(runner.criterion, nn.Module)
-                else []
-            )
+            criterion = runner.criterion
+            left = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
         parameters = [parameter for parameter in left if parameter.requires_grad]
         if not parameters or self.domain.size == 1:
             return
@@ -282,6 +280,7 @@ class DDPReduction(GradientReduction):
             raise ValueError(
                 "Expected dense gradients to average in one piece. Received: a sparse one. Set sparse=False in the embedding."
             )
+        # The ranks must reduce the same tensors. A gradient of zeros where all lack one would let momentum and decay move the weight.
         present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)
         counts = self.domain.all_reduce(present).tolist()
         for bucket in bucketed([p for p, count in zip(parameters, counts) if count]):

@@ -24,6 +24,7 @@ _ATTEMPTS_TO_READ = 3
 def check_resume(runner: BaseRunner) -> None:
     """Refuse a `resume` that no rank finds, before a model is moved and a directory is made."""
     source, checkpoints = runner.config.resume, runner.workspace.checkpoints
+    # A program with a hook of its own may give `resume` another meaning.
     hooks = (
         runner.restore,
         runner.load_checkpoint,
@@ -57,6 +58,7 @@ def check_sources_alike(runner: BaseRunner) -> None:
             continue
         look = partial(content_of, source, runner.workspace.checkpoints)
         contents = runner.world.gather_objects(look())
+        # Without checksums next to the file, all ranks compare samples of its bytes.
         if not all(CHECKSUMS in content for content in contents if content is not None):
             contents = runner.world.gather_objects(look(sampled=True))
         # A rank that finds none fails where it reads it.
@@ -94,6 +96,7 @@ def _load_first(runner: BaseRunner) -> None:
             runner.load_checkpoint(source)
             return
         except (CheckpointDamaged, CheckpointDiskError) as error:
+            # What the user has named is not replaced by something older.
             if config.resume:
                 raise
             # Its checksums fit and it still cannot be read: skip it, and take the one before.

@@ -63,6 +63,7 @@ class RunResults:
         runner.results[index] = result
         board = standing.board
         if board is not None:
+            # A program with scores of its own may have no split for them.
             has_score = board.split in result if board.split else index in standing.scores
             board = board if has_score else None
         if board is not None and board.split and (board.finds(result) or not standing.own):
@@ -76,6 +77,7 @@ class RunResults:
                     "to it that the metric is defined on the whole split, or set score_name to another metric.",
                     *(board.split, board.name, score, index),
                 )
+        # After the score is recorded, by which a schedule may go.
         self._schedule.advance(boundary, result)
         if board is not None and self.patience_exhausted():
             self._session.stop_reason = "patience"

@@ -114,6 +114,7 @@ class RunState:
         stored = payload.get("runner") or {}
         before = ExcludedFromLoading((stored.get("checkpoint") or {}).get("exclude_from_loading"))
         entries = ExcludedFromLoading(runner.config.checkpoint.exclude_from_loading)
+        # A part is loaded all the same only where both runs leave some out.
         if not (before.entries and entries.entries):
             return ()
         now = runner.config.plain()
@@ -157,13 +158,11 @@ class RunState:
             others: States of components that a stack of the user's has collected; those that it has left out are added.
         """
         states = dict(others or {})
-        for part in _by_name(self._runner.component_parts()).values():
-            if (
-                part.name not in {*states, *self._saved_elsewhere}
-                and (state := part.get()) is not None
-            ):
-                states[part.name] = state
-        return states
+        parts = _by_name(self._runner.component_parts())
+        # All ranks read the same parts in one order: reading one may be a collective.
+        missing = [name for name in parts if name not in {*states, *self._saved_elsewhere}]
+        found = {name: parts[name].get() for name in missing}
+        return states | {name: state for name, state in found.items() if state is not None}
 
     def load_components(self, payload: Mapping[str, object], excluded: Collection[str]) -> None:
         """Restore the components that a payload has, in order. Called on all ranks."""
@@ -190,6 +189,7 @@ class RunState:
         Args:
             alone: For a replica group that heals: without communication, so that it may be called on one rank.
         """
+        # In order, and all of them on all ranks: the parts that are sums over ranks are collectives.
         parts = _by_name(self._runner.progress_parts())
         found = {name: part.read(alone=alone) for name, part in parts.items()}
         # A class of the user's may have added entries.
@@ -259,11 +259,9 @@ def component_parts(
         runner.load_optimizer(state)
 
     def load_scheduler(state: Mapping[str, object], excluded: Collection[str]) -> None:
-        kept = (
-            runner.scheduler.state_dict()
-            if any(path.startswith("scheduler.") for path in excluded)
-            else {}
-        )
+        # An entry that is left out keeps the value that this run has.
+        is_partial = any(path.startswith("scheduler.") for path in excluded)
+        kept = runner.scheduler.state_dict() if is_partial else {}
         asked.restoring_schedule(lambda: runner.load_scheduler({**kept, **state}))
 
     parts = [
@@ -276,6 +274,7 @@ def component_parts(
         StatePart("model", lambda: frozen.saved(runner.model_state_dict()), load_model),
     ]
     criterion = runner.criterion
+    # Most criteria have no state, and a checkpoint without the entry fits them.
     if isinstance(criterion, nn.Module) and criterion.state_dict():
         parts.append(
             StatePart(
@@ -458,10 +457,8 @@ def _load_carry(runner: TorchRunner, stored: Mapping[str, Any] | None) -> None:
     if stored is None:
         return
     sources = [runner.source(split) for split in runner.train_splits]
-    if (
-        stored["replicas"] == runner.placement.data_replicas
-        and len(stored["ranks"]) == runner.world_size
-    ):
+    has_same_ranks = len(stored["ranks"]) == runner.world_size
+    if has_same_ranks and stored["replicas"] == runner.placement.data_replicas:
         runner.carry = map_carry(
             stored["ranks"][runner.rank], lambda tensor: tensor.to(runner.device)
         )
@@ -502,6 +499,7 @@ def loader_states(
         if source.reads
         for sentence in source.unsaved_changes()
     ]
+    # One collective for states and sentences, also of ranks that have neither.
     gathered = runner.world.gather_objects((runner.data_domain.rank, own, changes))[::-1]
     for sentence in dict.fromkeys(sentence for *_, found in gathered for sentence in found):
         if runner.is_main_process and sentence not in named_changes:
@@ -599,6 +597,7 @@ def check_given(payload: Mapping[str, object], excluded: ExcludedFromLoading) ->
 def check_same_run(runner: BaseRunner, payload: Mapping[str, Any]) -> None:
     """Refuse a checkpoint from which this run could not continue as the same run."""
     excluded, differences = runner.run_state.excluded, runner.config_differences(payload)
+    # Where the configuration differs, that says more than its consequences for passes.
     if not differences and not excluded.allows_setting("dataloader.drop_last"):
         differences = _differences_of_passes(runner, payload.get("dataloaders", {}))
     found = [line for line in differences if not excluded.allows_setting(line.partition(":")[0])]
@@ -611,6 +610,7 @@ def check_same_run(runner: BaseRunner, payload: Mapping[str, Any]) -> None:
         )
     stored = runner.config.completed(payload.get("runner", {}))
     compiled = identity.compile_differences(stored, runner.config.plain())
+    # Compiled code rounds differently, which changes bits and not the run: named, not refused.
     if compiled and runner.placement.optimizer.rank == 0:
         logger.warning(
             "The run continues, but it is no longer bitwise reproducible: its checkpoint was made with differently compiled code (%s).",

@@ -6,15 +6,16 @@ import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from danling.utils.messages import listed
-from danling.utils.tensors import canonical_name
 
 from .outcome import NonFiniteError
+from .pass_settings import modules_of
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
@@ -50,12 +51,11 @@ class FiniteWeights:
                 "The frozen parameter %s is not finite. It is saved as it is; values that are -inf by design belong in a buffer.",
                 name,
             )
+        # A flag first: names travel only where there are some.
         flag = torch.tensor(float(bool(bad)), dtype=torch.float64)
-        if domain.size > 1:
-            flag = domain.all_reduce(flag, "max")
-        if not flag.item():
+        if not domain.all_reduce(flag, "max").item():
             return
-        found = domain.gather_objects(bad) if domain.size > 1 else [bad]
+        found = domain.gather_objects(bad)
         names = list(dict.fromkeys(name for of_rank in found for name in of_rank))
         ranks = [rank for rank, of_rank in enumerate(found) if of_rank]
         others = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
@@ -80,28 +80,19 @@ class ExtraStates:
         # Stages of a pipeline have other modules.
         if domain.size == 1 or self._runner.preparation.in_pipeline:
             return
-        mine = {}
-        for root, owner in (
-            ("model", self._runner.unwrapped_model),
-            ("criterion", self._runner.criterion),
-        ):
-            for name, module in (
-                owner.named_modules(prefix=root) if isinstance(owner, nn.Module) else ()
-            ):
-                if type(module).get_extra_state is not nn.Module.get_extra_state:
-                    digest = hashlib.sha1(usedforsecurity=False)
-                    _feed(digest, module.get_extra_state())
-                    mine[canonical_name(name)] = digest.digest()
+        # The method of `nn.Module` itself raises an error.
+        mine = {
+            name: _digest_of(module.get_extra_state())
+            for name, module in modules_of(self._runner)
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
         # Also of a rank that has none: a module may be on some ranks only.
         found = domain.gather_objects(mine)
-        digests: dict[str, set[bytes]] = defaultdict(set)
-        for of_rank in found:
-            for name, digest_of_rank in of_rank.items():
-                digests[name].add(digest_of_rank)
         names = [
             name
-            for name, different in digests.items()
-            if len(different) > 1 and name not in self._named
+            for name in dict.fromkeys(chain(*found))
+            if len({of_rank[name] for of_rank in found if name in of_rank}) > 1
+            and name not in self._named
         ]
         self._named.update(names)
         if names and domain.rank == 0:
@@ -117,6 +108,12 @@ def _is_plain_tensor(value: object) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
         return False
     return value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+
+
+def _digest_of(value: object) -> bytes:
+    digest = hashlib.sha1(usedforsecurity=False)
+    _feed(digest, value)
+    return digest.digest()
 
 
 def _feed(digest: Any, value: object) -> None:
@@ -144,22 +141,21 @@ def _feed(digest: Any, value: object) -> None:
 @torch.no_grad()
 def _not_finite(weights: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors with NaN or infinity."""
+    # Integers are finite, and a tensor on the device `meta` has no values.
     known = {
-        name: tensor for name, tensor in weights.items() if tensor.numel() and not tensor.is_meta
+        name: tensor
+        for name, tensor in weights.items()
+        if (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.numel()
+        and not tensor.is_meta
     }
     wide = {name: tensor for name, tensor in known.items() if tensor.dtype.itemsize > 1}
-    narrow = [
-        name for name, tensor in known.items() if tensor.is_floating_point() and name not in wide
-    ]
-    wide = {
-        name: tensor
-        for name, tensor in wide.items()
-        if tensor.is_floating_point() or tensor.is_complex()
-    }
-    suspects = list(narrow)
+    narrow = known.keys() - wide.keys()
+    suspects = [name for name in known if name in narrow]
     if wide:
         # One pass, which reads each weight once. A norm may also overflow.
         norms = _norms(list(wide.values()))
+        # One answer for each device, for which the host waits.
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for norm in norms:
             by_device[norm.device].append(norm.float())

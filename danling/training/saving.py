@@ -109,6 +109,7 @@ class RunSaver:
                 for action in self.saved:
                     action()
         except MembershipChanged:
+            # Elsewhere the loop begins again from the state as it is, and makes the save.
             if not self._session.in_update:
                 raise
             # What follows in an override of `step` is run once; the save is made again where the ranks have been formed.
@@ -124,6 +125,7 @@ class RunSaver:
         if self.is_saved:
             return True
         try:
+            # That of the runner, which a program may override, and which says whether the score is the best.
             self._runner.save_checkpoint()
         except NonFiniteError as error:
             if not signalled:

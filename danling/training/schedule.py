@@ -20,6 +20,7 @@ without an evaluation."""
 
 def interval_of(runner: TorchRunner) -> str:
     """Return when the scheduler advances: `"step"`, `"epoch"` or `"validation"`."""
+    # The section has no default: without it, the program sets the schedule, if there is one.
     config = runner.config
     section = config.scheduler if "scheduler" in config else {}
     return scheduler_interval(section, runner.scheduler)
@@ -117,7 +118,7 @@ class Schedule:
                 scheduler.step_update(self._runner.state.train.global_step)
             else:
                 self._step(scheduler)
-        # As `note_position` has it, without its call.
+        # As `note_position` has it, without its call in every update.
         at = getattr(scheduler, "last_epoch", None)
         self._left = None if at is None else (scheduler, self._runner.state.train.global_step, at)
 
@@ -141,6 +142,7 @@ class Schedule:
         scheduler = self._runner.scheduler
         if scheduler is None or self.by_update:
             return
+        # A schedule by a metric needs one: it moves where an evaluation is, never at the end of a pass alone.
         by_metric = needs_metric(scheduler)
         by_evaluation = by_metric or interval_of(self._runner) == "validation"
         boundaries = ("epoch", "validation") if by_evaluation else ("epoch", "pass", "alone")
@@ -166,6 +168,7 @@ class Schedule:
     def _metric(self, metrics: Mapping[str, Mapping[str, float]]) -> float:
         """Return the metric that the schedule follows: the score, or what `scheduler.monitor` names."""
         runner, path, scores = self._runner, monitor_of(self._runner), self._runner.standing.scores
+        # A score of the program's own may be under no name among the metrics.
         if not path and runner.index in scores:
             return scores[runner.index]
         path = path or score_path(runner)

@@ -114,6 +114,7 @@ class TrainingSession:
         """Whether this rank was asked to stop since the last boundary: by a signal, by a request, or by the time. No communication."""
         if self.signals is not None and self.signals.received is not None:
             self._requested.add(self.signals.request or "terminate")
+        # The clocks of ranks differ: the one that is over first asks the others.
         if time.monotonic() >= self._deadline:
             self._requested.add("stop")
         return not self._requested.isdisjoint(STOPS)
@@ -131,6 +132,7 @@ class TrainingSession:
 
     def apply_requests(self, agreed: frozenset[str]) -> None:
         """Do at the next boundary what any rank asked for."""
+        # Each is set to what this boundary says: no request is carried over from an earlier one.
         if agreed:
             self.stop_reason = first_stop(agreed)
             self.save_requested = "save" in agreed
@@ -203,6 +205,7 @@ class TrainingSession:
                 f"Expected `step` to return an UpdateOutcome. Received: {outcome!r}. Return that of super().step()."
             )
         self._updated = True
+        # A save within `step` has told them already, so that what they save has the update.
         is_told = self._told is not None and self._told is self.concluded
         self.concluded = self._told = None
         if outcome.reason != UNCOMMITTED and not is_told:
@@ -218,6 +221,7 @@ class TrainingSession:
     @contextmanager
     def evaluating(self, split: str) -> Iterator[None]:
         """Tell the observers of the evaluation inside, once where one hook calls the other."""
+        # `evaluate_epoch` calls `evaluate`.
         if self._evaluates:
             yield
             return

@@ -29,6 +29,7 @@ def with_tied_names(model: nn.Module, weights: Mapping[str, object]) -> dict[str
         given = next((name for name in names if name in weights), None)
         if given is not None:
             completed.update({name: weights[given] for name in names if name not in weights})
+    # A tied buffer that no state contains would be refused as unexpected.
     persistent = {canonical_name(name) for name in model.state_dict()}
     return {
         name: value for name, value in completed.items() if name in weights or name in persistent
@@ -37,10 +38,8 @@ def with_tied_names(model: nn.Module, weights: Mapping[str, object]) -> dict[str
 
 def untied(model: nn.Module, weights: Mapping[str, object]) -> list[str]:
     """Return a sentence for each weight that the model ties and the loaded weights do not, or the other way round."""
-    tied, shared = (
-        defaultdict[int, list[str]](list),
-        defaultdict[tuple[int, object], list[str]](list),
-    )
+    tied = defaultdict[int, list[str]](list)
+    shared = defaultdict[tuple[int, object], list[str]](list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied[id(parameter)].append(canonical_name(name))
     loaded = {
@@ -48,6 +47,7 @@ def untied(model: nn.Module, weights: Mapping[str, object]) -> list[str]:
         for name, value in weights.items()
         if isinstance(value, Tensor) and type(value) is Tensor
     }
+    # All empty tensors have the address 0.
     for name, value in loaded.items():
         if value.numel():
             shared[value.data_ptr(), value.shape].append(name)
@@ -59,10 +59,10 @@ def untied(model: nn.Module, weights: Mapping[str, object]) -> list[str]:
             found.append(
                 f"{listed(given)} are one weight of the model, and have different values in what was loaded: those of {given[-1]!r} count."
             )
-    for names in shared.values():
-        if len({first[name] for name in names if name in first}) > 1:
-            found.append(
-                f"{listed(names)} are one weight in what was loaded, and several in the model, which training makes different. Tie them "
-                "in __init__."
-            )
+    found += [
+        f"{listed(names)} are one weight in what was loaded, and several in the model, which training makes different. Tie them "
+        "in __init__."
+        for names in shared.values()
+        if len({first[name] for name in names if name in first}) > 1
+    ]
     return found

@@ -21,6 +21,7 @@ def declared_names(runner: BaseRunner, what: str) -> set[str]:
 def own_attributes(runner: BaseRunner) -> dict[str, object]:
     """Return the attributes of the user's, those of the class among them."""
     left_out = {*runner.library_names, *declared_names(runner, "not_saved"), "saved", "not_saved"}
+    # A list on the class is shared state as well: `self.seen.append(x)` changes it without an assignment.
     of_class = {
         name: value
         for kind in reversed(type(runner).__mro__)
@@ -35,6 +36,7 @@ def own_attributes(runner: BaseRunner) -> dict[str, object]:
 
 def changeable_attributes(runner: BaseRunner) -> dict[str, object]:
     """Return what a step may change: the attributes of the user's, and the objects and callables in `metrics`."""
+    # Not `runner.metrics`: a property of the program's may make new objects each time.
     metrics = vars(runner).get("metrics")
     found: dict[str, object] = {}
     if isinstance(metrics, (Mapping, nn.ModuleDict)):
@@ -46,10 +48,10 @@ def changeable_attributes(runner: BaseRunner) -> dict[str, object]:
 
 def named_roots(runner: BaseRunner) -> list[tuple[str, nn.Module]]:
     """Return model and criterion, with what the names of their tensors begin with."""
-    model = runner.unwrapped_model if isinstance(runner.model, nn.Module) else None
+    # A runner that does not train may have no model, and a criterion may be a function.
     return [
         (at, each)
-        for at, each in (("", model), ("criterion.", runner.criterion))
+        for at, each in (("", runner.unwrapped_model), ("criterion.", runner.criterion))
         if isinstance(each, nn.Module)
     ]
 

@@ -29,14 +29,15 @@ _SCHEDULERS = frozenset(
         lr_scheduler.ConstantLR,
         lr_scheduler.CosineAnnealingLR,
         lr_scheduler.CosineAnnealingWarmRestarts,
-    }
-    | {
         lr_scheduler.ExponentialLR,
         lr_scheduler.LinearLR,
         lr_scheduler.MultiStepLR,
         lr_scheduler.OneCycleLR,
+        lr_scheduler.PolynomialLR,
+        lr_scheduler.ReduceLROnPlateau,
+        lr_scheduler.StepLR,
+        type(None),
     }
-    | {lr_scheduler.PolynomialLR, lr_scheduler.ReduceLROnPlateau, lr_scheduler.StepLR, type(None)}
 )
 """Schedules that take no function of the user's."""
 
@@ -68,9 +69,9 @@ def runs_user_code(runner: TorchRunner, called: Iterable[object]) -> bool:
     elif id(runner.criterion) not in _FUNCTIONS:  # it may have no hash
         return True
     observers = list(runner.observers)
-    for observer in observers:
-        if not vars(observer).keys().isdisjoint(EVENTS):
-            return True
+    # A method that the program has set on an observer of the library.
+    if any(not vars(observer).keys().isdisjoint(EVENTS) for observer in observers):
+        return True
     watching = (runner.ema, *observers, *runner.trackers)
     is_known = (
         all(_is_of(type(module), "torch.nn.modules.") for module in modules)
@@ -84,9 +85,7 @@ def runs_user_code(runner: TorchRunner, called: Iterable[object]) -> bool:
     if not is_known or _overrides_methods(runner) or _is_within_modes():
         return True
     together = (*modules, runner.optimizer, runner.scheduler)
-    kinds: set[type] = set()
-    for part in together:
-        kinds.update(type(part).__mro__)
+    kinds = {kind for part in together for kind in type(part).__mro__}
     if _has_functions_of_others([vars(functional), *map(vars, kinds)]):
         return True
     return any(map(_holds_functions, together))
@@ -111,11 +110,11 @@ def _overrides_methods(runner: TorchRunner) -> bool:
 
 def _holds_functions(part: object) -> bool:
     """Whether a module, an optimizer or a schedule of torch has hooks, or functions in its attributes, that are not torch's."""
-    for name, value in getattr(part, "__dict__", {}).items():
-        if name.endswith("hooks") and value:
-            return True
-        if callable(value) and not _is_of(value, "torch."):
-            return True
+    if any(
+        (name.endswith("hooks") and value) or (callable(value) and not _is_of(value, "torch."))
+        for name, value in getattr(part, "__dict__", {}).items()
+    ):
+        return True
     if not isinstance(part, nn.Module):
         return False
     tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
@@ -129,14 +128,14 @@ def _holds_functions(part: object) -> bool:
 
 def _has_functions_of_others(namespaces: Iterable[Mapping[str, object]]) -> bool:
     """Whether a function in classes and a module of torch was replaced by one of the user's."""
-    for namespace in namespaces:
-        for value in namespace.values():
-            function = getattr(value, "__func__", value)
-            if not isinstance(function, FunctionType):
-                continue
-            if function.__globals__["__name__"].partition(".")[0] not in _PACKAGES:
-                return True
-    return False
+    # Inside of a class method or a static method is the function.
+    values = (value for namespace in namespaces for value in namespace.values())
+    functions = (getattr(value, "__func__", value) for value in values)
+    return any(
+        function.__globals__["__name__"].partition(".")[0] not in _PACKAGES
+        for function in functions
+        if isinstance(function, FunctionType)
+    )
 
 
 def _is_within_modes() -> bool:
@@ -151,6 +150,7 @@ def _global_hooks() -> list[object]:
         *_global_optimizer_pre_hooks.values(),
         *_global_optimizer_post_hooks.values(),
     ]
+    # torch keeps hooks of all modules in several places: one object, which is of no package, represents them.
     return [*of_optimizers, object()] if _has_any_global_hook() else of_optimizers  # type: ignore[no-untyped-call]
 
 

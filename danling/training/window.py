@@ -110,10 +110,9 @@ class Window:
         all the same, since ranks wait for each other in it, and finds a NaN that comes from the weights.
         """
         current = self.current
-        if isinstance(current, Tensor):
-            if not self.may_divide_by_zero:
-                return
-        elif current != 0.0:
+        # A weight on a device is not known here: the hook compares it there, unless the criterion divides by no zero.
+        is_cut = self.may_divide_by_zero if isinstance(current, Tensor) else current == 0.0
+        if not is_cut:
             return
         self._is_cut = True
         for leaf in tree_leaves(output):
@@ -159,6 +158,7 @@ class Window:
         if isinstance(current, Tensor):
             return loss * (current / self._reference).to(loss.dtype)
         factor = current / self._reference
+        # A plain loop multiplies by nothing; its bits and its graph are those of the loss itself.
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
 
     def _add_on_device(self, loss: Tensor, weight: float | Tensor) -> None:
@@ -182,6 +182,7 @@ class Window:
         if self.sum_reduced:
             return float(averaged_over)
         if isinstance(total_weight, Tensor):
+            # Where nothing weighs anything, the gradient is zero and the factor only has to be finite.
             return self._reference * averaged_over / total_weight.clamp_min(1e-12)
         return self._reference * averaged_over / total_weight if total_weight else 0.0
 
