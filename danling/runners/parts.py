@@ -240,7 +240,7 @@ class TorchParts(Parts):
             recompute=self.recompute,
             skipped=self.skipped,
         )
-        self.closers.callback(self.update.log_pending_error)
+        self.closers.callback(self.update.finite.log_pending)
         self.evaluator = Evaluator(
             runner,
             session,

@@ -11,10 +11,10 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from operator import call
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from danling.data import PLACEHOLDER, Batch, BatchSource, DataLoader
 from danling.data.run_data import RunData
-from danling.distributed import GradientNorms, HostCopy, MembershipChanged, StepSync, StepTotals
+from danling.distributed import GradientNorms, MembershipChanged, StepSync, StepTotals
 from danling.metrics import Meters, TrainMetrics
 from danling.optim import JointScheduler
 from danling.optim.state import rates_of
@@ -34,6 +34,7 @@ from danling.utils.tensors import local_part, whole
 from .bad_samples import GivenBatches
 from .batch_weights import BatchLoss
 from .batches import check_returned, note_batch, peek_target, prediction_of
+from .finite_updates import FiniteUpdates, checks_on_device
 from .outcome import UNCOMMITTED, NonFiniteError, UpdateOutcome
 from .precision import leave_update
 from .recompute import Recompute, SkippedUpdates, map_carry
@@ -53,17 +54,6 @@ logger = logging.getLogger("danling")
 
 RunWindow = Callable[[BatchSource, Iterator[Batch], list[Batch]], bool]
 """Runs forward and backward of one update; see `UpdateStep.run_window`."""
-
-
-class _Unchecked(NamedTuple):
-    """An update that was made before the host knew whether it is finite."""
-
-    step: int
-    checks: HostCopy
-    """Whether loss and gradient are finite; whether the window weighs anything, where the host does not know."""
-    nonfinite: float | Tensor
-    """Whether the loss of this rank is not finite."""
-    given: GivenBatches
 
 
 class UpdateStep:
@@ -112,6 +102,7 @@ class UpdateStep:
             reports=(placement.counts_loss, placement.counts_samples),
         )
         self.sync.extra_reductions.extend(runner.preparation.extra_reductions)
+        self.finite = FiniteUpdates(self.sync)
         self.norms: GradientNorms | None = None
         if spread is not None:
             wraps = isinstance(runner.model, DistributedDataParallel)
@@ -143,9 +134,7 @@ class UpdateStep:
         self._gradients: WindowGradients | None = None
         """Checks that `train_step` has left the gradients of the open window in place."""
         self._samples_on_device: Tensor | None = None
-        self._unchecked: list[_Unchecked] = []
-        """Updates that an accelerator has made, whose checks are on their way to the host."""
-        self._has_warned_of_weightless = self._has_warned_of_open = False
+        self._has_warned_of_open = False
         self._given: list[Batch] = []
         """The micro-batches of the open window."""
         self._begun_at = 0
@@ -165,6 +154,7 @@ class UpdateStep:
         batch = next(batches, None)
         while batch is not None:
             consumed.append(batch)
+            # Loaders of the library say where a window ends, also in a last one that is shorter; others are counted.
             closes = len(consumed) == size if batch.closes is None else batch.closes
             upcoming = None if closes else next(batches, None)
             if (
@@ -198,6 +188,7 @@ class UpdateStep:
         if size == 1:
             # Nothing is left to halve: the user gets the error with its traceback.
             return self.run_window(source, batches, consumed)
+        # For each update, since any of them may be the first that does not fit, as with the longest sequence.
         take_back = self.recompute.remember()
         failed = False
         try:
@@ -213,6 +204,7 @@ class UpdateStep:
         if not failures.item():
             return True
         take_back()
+        # The error and its frames refer to each other: only the collector drops the tensors that they hold.
         gc.collect()
         free_unused_memory(runner.device)
         runner.state.elastic.micro_batch_size = size // 2
@@ -253,6 +245,7 @@ class UpdateStep:
         weight, samples = self._loss.weigh(batch, data, training=True)
         window.begin_microbatch(weight, samples)
         may_skip = self.skipped.may_skip or window.weighs_nothing
+        # After the batch was read and moved, which a skipped update does not take back, and before the step.
         if may_skip and window.count == 1 and data is not PLACEHOLDER:
             self.skipped.begin()
         # Padding has no samples.
@@ -275,6 +268,7 @@ class UpdateStep:
             session.in_step = False
             if observed and "micro_batch_ended" in observers.heard:
                 observers.notify("micro_batch_ended")
+        # Else the next backward would run through the graph of this micro-batch, which is freed.
         if runner.carry is not None:
             runner.carry = map_carry(runner.carry, Tensor.detach)
         if self.skipped.before is not None:
@@ -309,14 +303,13 @@ class UpdateStep:
         if not runner.preparation.in_pipeline:
             handles += [module.register_forward_pre_hook(enter) for module in modules]
             handles += [module.register_forward_hook(leave, always_call=True) for module in modules]
-            criterion = runner.criterion if self._phases is None else None
-            handles += [
-                parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-                for parameter in (
-                    criterion.parameters() if isinstance(criterion, nn.Module) else ()
-                )
-                if parameter.requires_grad
-            ]
+            # The loss reaches the weights of the criterion without passing the output of the model.
+            if self._phases is None and isinstance(runner.criterion, nn.Module):
+                handles += [
+                    parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+                    for parameter in runner.criterion.parameters()
+                    if parameter.requires_grad
+                ]
         try:
             yield
         finally:
@@ -365,6 +358,7 @@ class UpdateStep:
         outcome, requests = of_phases or self.decide()
         self.schedule.check("`optimizer_step`")
         self._given = []
+        # An update that replica groups make again is taken back by their member, with more than a skipped one.
         if self.skipped.remembers:
             self.skipped.end(put_back=not outcome.committed and outcome.reason != UNCOMMITTED)
         if outcome.reason == UNCOMMITTED:
@@ -455,12 +449,14 @@ class UpdateStep:
     def decide(self) -> tuple[UpdateOutcome, frozenset[str]]:
         """Make or skip the update of the open window, and drop its gradient; return what the ranks have asked for, too."""
         runner, window, session = self._runner, self._runner.window, self._session
+        # Before the collective: a rank whose backward has not reduced all would meet the others in the wrong one.
         if runner.placement.optimizer.size > 1:
             runner.reduction.check_backward()
         totals = self.sum_window(window)
         runner.complete_gradients()
         step = runner.state.train.global_step + 1
         agreed = runner.reduction.agree(totals)
+        # Only replica groups return none: nothing of this update lasts, so nothing is unscaled, counted or dropped.
         if agreed is None:
             return UpdateOutcome(False, 0.0, 0.0, 0.0, None, UNCOMMITTED), totals.requests
         gradients = runner.unscale_gradients(agreed)
@@ -492,6 +488,7 @@ class UpdateStep:
             finally:
                 self._keys.in_update = False
         runner.zero_gradients()
+        # After the step or the skip, as in a loop by hand: an overflow lowers the scale.
         scaler = runner.reduction.scaler
         if scaler is not None and reason != "weightless":
             scaler.update()
@@ -516,12 +513,10 @@ class UpdateStep:
         if window.on_host:
             finite = not totals.nonfinite and math.isfinite(grad_norm.item())
         else:
-            checks = _checks_on_device(totals, grad_norm)
+            checks = checks_on_device(totals, grad_norm)
             if not self.skipped.may_skip:
-                self._check_before(step)
-                self._unchecked.append(
-                    _Unchecked(step, HostCopy(checks), window.nonfinite, self._given_batches())
-                )
+                self.finite.check_before(step)
+                self.finite.note(step, checks, window.nonfinite, self._given_batches())
                 return None
             # The second check is there where only the device knows the weight.
             finite, *weighs = checks.tolist()
@@ -536,12 +531,13 @@ class UpdateStep:
             if bad_sample:
                 logger.warning("The data of update %d has %s.", step, bad_sample)
             return "nonfinite"
+        # On the CPU the gradient of the update is still there, so its parameters can be named.
         gradients = [
             name
             for name, g in runner.reduction.named_gradients()
             if not local_part(g).isfinite().all()
         ]
-        raise self._nonfinite_error(step, window.nonfinite, gradients[:5], self._given_batches())
+        raise self.finite.error(step, window.nonfinite, gradients[:5], self._given_batches())
 
     def _given_batches(self) -> GivenBatches:
         source = self._runner.sources.get(self.split)
@@ -551,51 +547,6 @@ class UpdateStep:
             # A stream may reuse the memory of its batches.
             return GivenBatches([], source, source.epoch)
         return GivenBatches(self._given, source, source.epoch)
-
-    def _check_before(self, step: int | None) -> None:
-        """Check what an accelerator has reported of the updates before `step`, or of all updates for `None`."""
-        # Several optimizers leave a check each in one update.
-        while self._unchecked and (step is None or self._unchecked[0].step < step):
-            unchecked = self._unchecked.pop(0)
-            finite, *weighs = unchecked.checks.read()
-            if not finite:
-                self._unchecked.clear()
-                # Without names of gradients, since those of that update have been dropped.
-                raise self._nonfinite_error(
-                    unchecked.step, unchecked.nonfinite, None, unchecked.given
-                )
-            if weighs == [False] and not self._has_warned_of_weightless:
-                self._has_warned_of_weightless = True
-                logger.warning(
-                    "Update %d weighs nothing, since all its targets are ignored: it was made with a gradient of zero, and momentum and "
-                    "decay have moved the weights. Set skip_nonfinite_grad to leave such updates out, for which the host waits for the "
-                    "device once in an update. Others like it are not logged.",
-                    unchecked.step,
-                )
-
-    def _nonfinite_error(
-        self, step: int, own: float | Tensor, gradients: list[str] | None, given: GivenBatches
-    ) -> NonFiniteError:
-        found = self.sync.domain.gather_objects((bool(own), gradients or [], given.bad_sample()))
-        ranks = [rank for rank, (bad, _, _) in enumerate(found) if bad]
-        names = list(dict.fromkeys(name for _, of_rank, _ in found for name in of_rank))[:5]
-        where = f"gradients that are not finite for {names or 'no parameter'}"
-        if gradients is None:
-            where = "gradients that have been dropped since"
-        samples = [
-            f"{sample} on rank {rank}" for rank, (_, _, sample) in enumerate(found) if sample
-        ]
-        fix = "Lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave such updates out."
-        if samples:
-            fix = f"The data has {'; '.join(samples[:3])}. Look at that first. If the value is meant: {fix[0].lower()}{fix[1:]}"
-        elif all(sample == "" for _, _, sample in found):
-            fix = f"The data of the update is finite. {fix}"
-        received = f"a loss that is not finite on ranks {ranks}, and {where}"
-        if gradients is not None and not ranks and not names:
-            received = "a norm of the gradient that is not finite, since the squares of its elements are too large to add up"
-        return NonFiniteError(
-            f"Expected a finite loss and gradient at step {step}. Received: {received}. {fix}"
-        )
 
     def _conclude(self, outcome: UpdateOutcome, *, steps_schedule: bool) -> None:
         """Advance everything that moves with an update, or nothing."""
@@ -629,10 +580,8 @@ class UpdateStep:
 
     def warn_of_skip(self, whose: str, skips: int, reason: str | None) -> None:
         """Log a skipped update, and end the training after too many in a row. `whose` is text that names one of several optimizers."""
-        step, limit = (
-            self._runner.state.train.global_step + 1,
-            self._runner.config.max_skipped_updates,
-        )
+        step = self._runner.state.train.global_step + 1
+        limit = self._runner.config.max_skipped_updates
         logger.warning("Update %d%s was skipped (%s).", step, whose, reason)
         if limit is not None and skips > limit:
             raise NonFiniteError(
@@ -656,35 +605,9 @@ class UpdateStep:
 
     def check_updates_made(self) -> None:
         """Raise the error of updates that are made and not checked yet, before their weights are read. Called on all ranks."""
-        self._check_before(None)
+        self.finite.check_before(None)
         if self.norms is not None:
             self.norms.settle()
-
-    def log_pending_error(self) -> None:
-        """Log the error that the next update would raise, where none follows. May be called on one rank."""
-        left, self._unchecked = self._unchecked, []
-        with suppress(RuntimeError):  # a device that has failed cannot be read
-            bad = next((each.step for each in left if not each.checks.read()[0]), None)
-            if bad is not None:
-                logger.error(
-                    "The loss or the gradient of update %d was not finite. It was made, and nothing has been saved or evaluated since. "
-                    "Resume from the last checkpoint; lower the learning rate, set max_grad_norm, or set skip_nonfinite_grad to leave "
-                    "such updates out.",
-                    bad,
-                )
-
-
-def _checks_on_device(totals: StepTotals, grad_norm: Tensor) -> Tensor:
-    """Return whether loss and gradient are finite, and whether there is a weight where that is on the device, of one dimension.
-
-    Those who read it later know what each place means: a reason that only skips is in `UpdateStep._reason_to_skip` alone.
-    """
-    finite = torch.isfinite(grad_norm)
-    if isinstance(totals.nonfinite, Tensor):
-        finite = finite & (totals.nonfinite == 0)
-    if isinstance(totals.weight, Tensor):
-        return torch.stack([finite, totals.weight != 0])
-    return finite.reshape(1)
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:

@@ -56,6 +56,7 @@ STATEMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
         1500,
         (
             "training/update.py",
+            "training/finite_updates.py",
             "training/window.py",
             "training/canonical_sum.py",
             "distributed/step_sync.py",
