@@ -48,15 +48,17 @@ from danling.metrics.scores import BestScore
 from danling.reporting import Tracker, media
 from danling.supervision import GcPacer, Heartbeat, SignalWatcher, record_failures
 from danling.training.restore import check_resume, check_sources_alike, restore_run
-from danling.training.run_state import (
-    StatePart,
+from danling.training.resume_checks import (
     check_complete,
     check_given,
     check_payload,
     check_same_run,
-    loader_states,
     log_changes_since,
     log_exclusions,
+)
+from danling.training.run_state import (
+    StatePart,
+    loader_states,
     restore_positions,
     run_parts,
 )

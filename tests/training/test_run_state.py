@@ -17,13 +17,15 @@ from danling.config import RunnerConfig
 from danling.data import open_source
 from danling.distributed import LocalDomain
 from danling.metrics import Meters
-from danling.training.run_state import (
-    RunState,
-    StatePart,
+from danling.training.resume_checks import (
     check_complete,
     check_given,
     check_payload,
     check_same_run,
+)
+from danling.training.run_state import (
+    RunState,
+    StatePart,
     loader_states,
     restore_positions,
     share_of_rank,
