@@ -73,11 +73,25 @@ class RunRecorder(Observer):
     def __init__(self, runner: TorchRunner, data: RunData) -> None:
         self._runner = runner
         self._data = data
+        self._made: dict[str, Any] = {}
+        self._is_compared = False
+
+    def note(self) -> None:
+        """Remember criterion and data as the program has made them, before anything was restored: training may change both."""
+        runner = self._runner
+        if runner.is_main_process and not runner.config.checkpoint.load_only:
+            splits = {**runner.datasets, **runner.dataloaders}
+            self._made = {
+                "criterion": _kind(runner.criterion),
+                "data": {split: self._split(split) for split in splits},
+            }
 
     def training_started(self) -> None:
         runner = self._runner
         model = self._model()  # on all ranks
         if runner.is_main_process and not runner.config.checkpoint.load_only:
+            if not self._made:  # of an elastic rank that has become the main process
+                self.note()
             division = self._data.division()
             optimizer: dict[str, object] | None = None
             if runner.optimizer is not None:
@@ -85,12 +99,9 @@ class RunRecorder(Observer):
                 optimizer = {"kind": _kind(runner.optimizer), "groups": groups}
             record = {
                 "model": model,
-                "criterion": _kind(runner.criterion),
+                **self._made,
                 "optimizer": optimizer,
                 "scheduler": _kind(runner.scheduler),
-                "data": {
-                    split: self._split(split) for split in {**runner.datasets, **runner.dataloaders}
-                },
                 "update": {
                     "samples": division.samples if division is not None else None,
                     "batch_size": runner.batch_size,
@@ -113,8 +124,10 @@ class RunRecorder(Observer):
                 },
                 "seed": runner.seed,
             }
-            if runner.state.train.global_step:
+            # A program that calls `train_epoch` itself begins a training with each pass.
+            if runner.state.train.global_step and not self._is_compared:
                 self._warn_of_changes(record)
+            self._is_compared = True
             runner.workspace.write_record(record)
 
     def _warn_of_changes(self, record: Mapping[str, Any]) -> None:

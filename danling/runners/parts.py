@@ -283,7 +283,8 @@ class TorchParts(Parts):
         ]
         if not runner.config.checkpoint.load_only:
             observers.append(self.unsaved)
-        session.observers.extend([*observers, RunRecorder(runner, self.data)])
+        self.run_recorder = RunRecorder(runner, self.data)
+        session.observers.extend([*observers, self.run_recorder])
         if self.metrics.has_objects:
             session.observers.append(
                 MetricsInTraining(session, self.metrics, is_main=runner.is_main_process)

@@ -171,6 +171,7 @@ class TorchRunner(BaseRunner):
             self._parts.canonical.check()
         self._parts.complete()
         self._parts.asked_options.note()
+        self._parts.run_recorder.note()
 
     def _join_components(self) -> None:
         """Make one optimizer and one schedule of several by name."""

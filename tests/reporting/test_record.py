@@ -201,3 +201,28 @@ def test_data_of_another_length_are_named_once(
             run.train()
         lines = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
         assert len(lines) == bool(expected) and expected in "".join(lines)
+
+
+class OwnLoop(Growing):
+    """Gets another dataset and criterion before each pass, by a loop of its own."""
+
+    def loop(self, epochs: int) -> None:
+        for epoch in range(self.state.train.epoch, epochs):
+            self.grow(self.points + 4 * epoch)
+            self.criterion = nn.CrossEntropyLoss() if epoch == 0 else nn.MultiMarginLoss()
+            self.train_epoch()
+            self.save_checkpoint()
+
+
+@pytest.mark.parametrize(("points", "named"), [(8, ""), (12, "train was 8, is 12.")])
+def test_what_a_loop_by_hand_changes_from_pass_to_pass_is_no_other_part(
+    points: int, named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither in the program itself nor in the one that continues it, in a later pass."""
+    config = settings(tmp_path, auto_resume=True)
+    for epochs, begun, expected in ((2, 8, ""), (4, points, named)):
+        caplog.clear()
+        with OwnLoop({**config, "epochs": epochs}, begun) as run:
+            run.loop(epochs)
+        lines = [line for line in caplog.messages if "continues with other parts" in line]
+        assert len(lines) == bool(expected) and expected in "".join(lines)
