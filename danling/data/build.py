@@ -139,7 +139,7 @@ def build_dataloader(
     except ValueError as error:
         if str(error).startswith("Expected"):
             raise
-        # Of torch, such as that of a `timeout` without workers: it names neither the split nor the settings.
+        # Of torch, such as that of a `prefetch_factor` without workers: it names neither the split nor the settings.
         raise ValueError(
             f"Expected dataloader settings of split {split!r} that go together. Received: {dict(settings)}. {error}"
         ) from error

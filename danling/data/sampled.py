@@ -354,7 +354,7 @@ def as_keyed_loader(loader: Any, share: Share) -> Any:
     """
     if not is_plain_loader(loader) or isinstance(loader.dataset, IterDataPipe):
         return loader
-    # torch refuses these without workers, also with the values that it has given them itself.
+    # Refused without workers, which a loader may be even so: torch looks when it is made, and `num_workers` may be set later.
     unused = () if loader.num_workers else ("prefetch_factor", "timeout")
     settings = {
         name: getattr(loader, name)

@@ -130,13 +130,13 @@ class Decoder:
         _set_attributes(
             current, {name: value for name, value in found.items() if value is not MISSING}
         )
-        # An attribute that only the program has stays: a newer class may have more of them.
+        # After a resume an attribute that only the program has stays: a newer class may have more of them.
         gone = {
             name
             for name in node.get("deleted", ())
             if name in attributes and not self.is_of_program(name, attributes[name])
         }
-        if self._exact:
+        if self._exact:  # within a process, what is put back has no newer class
             gone |= attributes.keys() - set(node["keys"])
         for name in gone:
             # As `_set_attributes`: the class may count on its own `__delattr__` not being called.

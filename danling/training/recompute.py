@@ -158,10 +158,8 @@ class SkippedUpdates:
     def begin(self) -> None:
         """Remember where an update begins that may be skipped: `may_skip`, or the first micro-batch, which follows, weighs nothing."""
         runner = self._runner
-        self.remembers = True
         is_watched = self._watched < _WATCHED
-        if is_watched:
-            self.before = self._attributes.digests()
+        before = self._attributes.digests() if is_watched else None
         self._buffers.take()
         # In the first updates it is not known yet which attributes change: remember all.
         names = None if is_watched else self._found
@@ -169,6 +167,8 @@ class SkippedUpdates:
             remember_figures(runner, self._train_metrics),
             self._attributes.remember(names),
         )
+        # Last: an error or a Ctrl+C above, such as a copy that finds no memory, leaves nothing to put back.
+        self.before, self.remembers = before, True
 
     def look(self) -> None:
         """Find the attributes that a micro-batch has changed. Called after each micro-batch where `before` is set."""

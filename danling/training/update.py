@@ -531,7 +531,7 @@ class UpdateStep:
             if bad_sample:
                 logger.warning("The data of update %d has %s.", step, bad_sample)
             return "nonfinite"
-        # On the CPU the gradient of the update is still there, so its parameters can be named.
+        # The host has waited for the check, so the gradient is still there and its parameters can be named.
         gradients = [
             name
             for name, g in runner.reduction.named_gradients()

@@ -466,3 +466,67 @@ def test_run_stopped_at_a_skipped_update_is_saved_past_it(backend: str, tmp_path
     states = [whole_state(runner) for runner in (last, trained("whole", stopping=False))]
     compared = [(state["model"], state["optimizer"], state["state"]["train"]) for state in states]
     assert not differences(*compared)
+
+
+class _Interrupted:
+    """A state of the program, in the reading of which Ctrl+C arrives once."""
+
+    is_due = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.is_due:
+            self.is_due = False
+            raise KeyboardInterrupt
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+class _InterruptedRunner(dl.Runner):
+    saved = ("mine",)
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.mine = _Interrupted()
+        self.left = 1
+        torch.manual_seed(0)
+        self.model, self.criterion = nn.Linear(2, 1), nn.MSELoss()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(1)
+        self.datasets = {"train": TensorDataset(torch.randn(8, 3, generator=generator))}
+
+    def train_step(self, data: Any) -> Any:
+        (rows,) = data
+        loss = self.criterion(self.model(rows[:, :2]), rows[:, 2:])
+        self.backward(loss)
+        return None, loss
+
+    def to_device(self, data: Any) -> Any:
+        # Before the update is remembered, and after it has begun.
+        self.mine.is_due = self.state.train.global_step == 1 and self.left > 0
+        self.left -= self.mine.is_due
+        return super().to_device(data)
+
+
+def test_update_interrupted_where_it_is_remembered_is_made_again(tmp_path: Path) -> None:
+    settings = {"batch_size": 2, "shuffle": False}
+    runner = _InterruptedRunner(
+        {
+            "steps": 4,
+            "skip_nonfinite_grad": True,
+            "dataloader": settings,
+            "workspace_root": str(tmp_path),
+        }
+    )
+    by_hand = copy.deepcopy(runner.model)
+    with pytest.raises(KeyboardInterrupt):
+        runner.train()
+    runner.train()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    for rows in runner.datasets["train"].tensors[0].split(2):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(by_hand(rows[:, :2]), rows[:, 2:]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert runner.state.train.global_step == 4
+    torch.testing.assert_close(runner.model.state_dict(), by_hand.state_dict(), rtol=0, atol=1e-6)
