@@ -140,8 +140,11 @@ def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, T
     """Return the weights in the content of a file: a `state_dict`, alone or as `model` or `state_dict`."""
     found: Any = None
     if which == "model":
-        # `state_dict` is how PyTorch Lightning and many published checkpoints have it.
-        found = _below(_below(loaded, "model", "state_dict"), "model")
+        if isinstance(loaded, Mapping) and "model" not in loaded:
+            # As PyTorch Lightning and many published checkpoints have it.
+            loaded = _below(loaded, "state_dict")
+        # One level and no further: what is beside a `model` within a model would be left out in silence.
+        found = _below(loaded, "model")
     elif isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping):
         # The state of an EMA has the weights in an entry.
         found = _below(loaded.get(which), "weights")
@@ -164,12 +167,10 @@ def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, T
     return _canonical(found)
 
 
-def _below(content: Any, *names: str) -> Any:
-    """Return the first mapping that a mapping has under one of some names; the content itself where there is none."""
-    if not isinstance(content, Mapping):
-        return content
-    below = (content.get(name) for name in names)
-    return next((found for found in below if isinstance(found, Mapping)), content)
+def _below(content: Any, name: str) -> Any:
+    """Return the mapping that a mapping has under a name; the content itself where there is none."""
+    found = content.get(name) if isinstance(content, Mapping) else None
+    return found if isinstance(found, Mapping) else content
 
 
 def read_model(

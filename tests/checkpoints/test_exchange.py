@@ -173,6 +173,31 @@ def test_wrong_source_is_named(tmp_path: Path) -> None:
         import_weights(tmp_path / "many")
 
 
+def test_weights_are_found_one_level_below_and_nothing_beside_them_is_left_out(
+    tmp_path: Path,
+) -> None:
+    weight, file = torch.ones(1), tmp_path / "weights.pt"
+    taken: list[dict[str, object]] = [
+        {"a": weight},
+        {"model": {"a": weight}},
+        {"state_dict": {"a": weight}, "epoch": 3},
+        {"state_dict": {"model": {"a": weight}}},
+    ]
+    for content in taken:
+        torch.save(content, file)
+        assert import_weights(file).keys() == {"a"}
+    refused: list[dict[str, object]] = [
+        {"model": {"model": {"a": weight}, "head": weight}},
+        {"model": weight, "state_dict": {"a": weight}},
+        {"model": "resnet", "state_dict": {"a": weight}},
+        {"state_dict": {"a": 1}},
+    ]
+    for content in refused:
+        torch.save(content, file)
+        with pytest.raises(CheckpointMismatch, match="a state_dict of tensors"):
+            import_weights(file)
+
+
 def test_a_runner_finds_foreign_weights_and_its_own(tmp_path: Path) -> None:
     manager = make_manager("file", tmp_path / "own")
     manager.save_checkpoint(
