@@ -151,8 +151,10 @@ def clear_places(*, files: Iterable[Path] = (), directories: Iterable[Path] = ()
 
     A link counts as what it leads to; a dangling link is renamed itself.
     """
-    blocked = [path for path in files if os.path.lexists(path) and not path.is_file()]
-    blocked += [path for path in directories if os.path.lexists(path) and not path.is_dir()]
+    # By `os.path`: before Python 3.14, those of `Path` raise where a link leads to what may not be
+    # looked at, instead of saying that it does not fit.
+    blocked = [path for path in files if os.path.lexists(path) and not os.path.isfile(path)]
+    blocked += [path for path in directories if os.path.lexists(path) and not os.path.isdir(path)]
     for path in blocked:
         aside = path.with_name(f"{path.name}.aside-{uuid.uuid4().hex[:8]}")
         os.replace(path, aside)

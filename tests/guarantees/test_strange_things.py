@@ -38,11 +38,16 @@ def dangling(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
+def overlong(path: Path) -> None:
+    path.symlink_to("long" * 100)
+
+
 STRANGE: dict[str, Callable[[Path], object]] = {
     "directories": directory,
     "named pipes": os.mkfifo,
     "loops of links": loop,
     "links that lead nowhere": dangling,
+    "links that cannot be followed": overlong,
     "files of somebody": lambda path: path.write_bytes(b"\xff\x00mine"),
 }
 
@@ -92,7 +97,12 @@ def test_strange_things_in_place_of_files_block_no_restart(
 # A link in place of the metadata is refused: tests/workspace/test_workspace.py.
 @pytest.mark.parametrize(
     ("name", "strange"),
-    [("metadata", "named pipes"), ("logs", "links that lead nowhere"), ("logs", "loops of links")],
+    [
+        ("metadata", "named pipes"),
+        ("logs", "links that lead nowhere"),
+        ("logs", "loops of links"),
+        ("logs", "links that cannot be followed"),
+    ],
 )
 def test_strange_things_in_place_of_directories_block_no_restart(
     run: Path, name: str, strange: str
