@@ -396,7 +396,9 @@ class Section(Config):
             This section.
         """
         for other in (*args, kwargs):
-            for name, value in dict(other or ()).items():
+            # Pairs one by one: a name may come twice, and its sections are then merged with each other.
+            pairs = other.items() if isinstance(other, Mapping) else other or ()
+            for name, value in pairs:
                 existing = Section.get(self, name, MISSING)
                 if isinstance(existing, FlatDict) and isinstance(value, Mapping):
                     existing.merge(fresh(dict(value)), overwrite=overwrite)

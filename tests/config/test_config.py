@@ -251,6 +251,12 @@ def test_compile_options_keep_their_dots() -> None:
     }
 
 
+def test_pairs_that_name_a_section_twice_are_merged_with_each_other() -> None:
+    config = RunnerConfig()
+    config.merge([("optim", {"lr": 0.5}), ("optim", {"weight_decay": 0.25})])
+    assert config.optim.plain() == {"lr": 0.5, "weight_decay": 0.25}
+
+
 def test_frozen() -> None:
     config = RunnerConfig({"model.width": 3})
     config.freeze()
