@@ -13,7 +13,8 @@ from danling.workspace.runs import Run, config_differences
 from .digests import DigestLine, read_digests
 
 _CODE = ("code_id", "sha", "branch", "dirty", "diff_sha")
-# In the order in which an update computes them: what differs first is nearest to the cause.
+# In the order in which an update computes them, but for buffers, which its forward changes: what
+# differs first is nearest to the cause.
 _ORDER = ("samples", "loss", "grad_norm", "optimizer", "weights", "buffers", "ema")
 _REPEATABLE = frozenset({"loss", "grad_norm", "learning_rate"})
 """Metrics of single updates that are the same when a run is made again; others tell of its pace."""

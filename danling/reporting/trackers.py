@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -121,10 +120,12 @@ class TrackerSet:
         if self._is_continued:
             step = self._runner.state.train.global_step
             for tracker in self.opened:
-                if isinstance(tracker, (JsonlTracker, TensorBoardTracker)):
+                if isinstance(tracker, JsonlTracker):
                     # The mark is of the run's own file; another one of the user's goes by the step.
-                    is_own = getattr(tracker, "file", None) == self._runner.workspace.jsonl_file
-                    tracker.resume_from(step, mark if is_own else None)
+                    has_mark = tracker.file == self._runner.workspace.jsonl_file
+                    tracker.resume_from(step, mark if has_mark else None)
+                elif isinstance(tracker, TensorBoardTracker):
+                    tracker.resume_from(step)
             if self._is_training:
                 self.begin_training()
 
@@ -203,8 +204,11 @@ class TrackerSet:
             self.add(tracker)
         # On all ranks: a hook of the user's may communicate.
         for name in BUILT_IN_TRACKERS:
-            usual = partial(self.add_built_in, name)
-            (getattr(self._runner, f"init_{name}", None) or usual)()
+            hook = getattr(self._runner, f"init_{name}", None)
+            if hook is None:
+                self.add_built_in(name)
+            else:
+                hook()
 
     def _open(self, tracker: Any) -> None:
         if not self._runner.is_main_process:
@@ -350,7 +354,7 @@ class TensorBoardTracker(TensorBoardMedia):
         self._writer: Any = writer(os.fspath(directory), flush_secs=30)
         self._resume_step = step or None
 
-    def resume_from(self, step: int, mark: FileMark | None = None) -> None:
+    def resume_from(self, step: int) -> None:
         """Continue from a save, in the process that has written the points: the next training hides those after it."""
         self._resume_step = step
 

@@ -510,7 +510,7 @@ def number_of(name: str, id: str) -> int | None:
     found = _NUMBERED.fullmatch(name)
     if found is None or found[1] != id:
         return None
-    # Not `id-1`, which is no name of a run, nor digits of another script.
+    # Not `id-1`, which is no name of a run, nor digits that are not those of ASCII.
     number = int(found[2])
     return number if name == member(id, number) else None
 
