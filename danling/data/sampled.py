@@ -354,7 +354,7 @@ def as_keyed_loader(loader: Any, share: Share) -> Any:
     """
     if not is_plain_loader(loader) or isinstance(loader.dataset, IterDataPipe):
         return loader
-    # Refused without workers, which a loader may be even so: torch looks when it is made, and `num_workers` may be set later.
+    # torch refuses them without workers. A loader has them even so where `num_workers` was set to 0 after it was made.
     unused = () if loader.num_workers else ("prefetch_factor", "timeout")
     settings = {
         name: getattr(loader, name)

@@ -65,6 +65,7 @@ class Domain:
         self, group: dist.ProcessGroup | None = None, *, device: torch.device | None = None
     ) -> None:
         self.group = group
+        # As it is now: a group that is joined later does not change the members.
         distributed = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank(group) if distributed else 0
         self.size: int = dist.get_world_size(group) if distributed else 1

@@ -195,7 +195,7 @@ def _dense_weight(criterion: object, target: Tensor) -> float:
         isinstance(criterion, nn.CrossEntropyLoss) or _function(criterion) is F.cross_entropy
     ) and target.ndim > 1:
         return float(target.numel() // target.shape[1])  # class probabilities: one term a position
-    # The only loss of torch that divides by the number of samples, whatever their size.
+    # The mean of the others is over all elements, that of this one over samples, whatever their size.
     if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean" and target.ndim:
         return float(target.shape[0])
     return float(target.numel())

@@ -290,7 +290,7 @@ class ComponentChecks(Observer):
         self._times_low = self._times_low + 1 if rate < _COLLAPSED * self._highest_rate else 0
         step, steps = runner.state.train.global_step, runner.steps
         done = step / steps if steps else runner.progress
-        # Near the end of a run every schedule is near zero.
+        # In the second half of a run a rate near zero is what many schedules are for.
         if self._times_low > 1 and done < 0.5:
             self._warn(
                 "rate",
