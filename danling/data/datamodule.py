@@ -15,7 +15,7 @@ from torch.utils.data._utils.collate import default_collate, default_convert
 
 from danling.distributed import LaunchEnvironment, default_store
 
-from .sampled import TAKEN, is_plain_loader
+from .sampled import is_plain_loader, taken_from
 
 logger = logging.getLogger("danling")
 
@@ -215,9 +215,7 @@ def _taken_over(loader: Any) -> Any:
     is_usual = (in_turn or at_random) and not draws_otherwise
     if not is_usual or sampler.data_source is not loader.dataset:
         return loader
-    settings: dict[str, Any] = {
-        name: getattr(loader, name) for name in TAKEN if hasattr(loader, name)
-    }
+    settings = taken_from(loader)
     settings |= {"batch_size": order.batch_size, "shuffle": at_random, "drop_last": order.drop_last}
     usual = default_convert if batches is None else default_collate
     if loader.collate_fn is not usual:

@@ -29,6 +29,7 @@ from .dataset_state import from_plain, is_stateful, to_plain
 from .loader import KeyedLoader, StreamLoader
 from .randomness import Generators, derive_seed, mix_seed
 from .sampler import Batch, BatchKey, Share
+from .workers import OF_WORKERS
 
 
 def of_torchdata(name: str, module: str = "torchdata.stateful_dataloader") -> tuple[Any, ...]:
@@ -346,6 +347,14 @@ def is_plain_loader(loader: Any) -> bool:
     return bool(getattr(loader, "in_order", True)) or not loader.num_workers
 
 
+def taken_from(loader: Any) -> dict[str, Any]:
+    """Return the settings of a user's loader that one of the library takes over."""
+    # A loader whose `num_workers` was set to 0 after it was made still has those of workers.
+    unused = () if loader.num_workers else OF_WORKERS
+    names = [name for name in TAKEN if name not in unused and hasattr(loader, name)]
+    return {name: getattr(loader, name) for name in names}
+
+
 def as_keyed_loader(loader: Any, share: Share) -> Any:
     """Return a loader that reads what a loader of the user's does, in the order of its sampler, with randomness keyed.
 
@@ -354,13 +363,7 @@ def as_keyed_loader(loader: Any, share: Share) -> Any:
     """
     if not is_plain_loader(loader) or isinstance(loader.dataset, IterDataPipe):
         return loader
-    # torch refuses them without workers. A loader has them even so where `num_workers` was set to 0 after it was made.
-    unused = () if loader.num_workers else ("prefetch_factor", "timeout")
-    settings = {
-        name: getattr(loader, name)
-        for name in TAKEN
-        if hasattr(loader, name) and name not in unused
-    }
+    settings = taken_from(loader)
     shown = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if isinstance(loader.dataset, IterableDataset):
         return StreamLoader(

@@ -6,14 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .build import SIZES
+from .workers import OF_WORKERS
 
 ORDER = ("shuffle", "drop_last", "sampler", "batch_sampler")
 """Settings of order and dropping. Those that all splits share, and those of a split to train on, hold for training: an evaluation reads
 every sample once, in the order of the dataset."""
-_OF_WORKERS = frozenset(
-    {"persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"}
-)
-"""Settings of worker processes, which are errors without workers."""
 
 
 def divide_section(
@@ -36,7 +33,7 @@ def merge_settings(common: Mapping[str, object], own: Mapping[str, object]) -> d
     A batch size in the split's own section replaces the other kind of batch size in the common section. Settings of workers in
     the common section do not apply to a split without workers.
     """
-    replaced: set[str] = set(_OF_WORKERS) if own.get("num_workers") == 0 else set()
+    replaced: set[str] = set(OF_WORKERS) if own.get("num_workers") == 0 else set()
     if own.get("batch_size") is not None:
         replaced |= SIZES
     if own.get("global_batch_size") is not None:

@@ -15,6 +15,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
+OF_WORKERS = frozenset(
+    {"persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"}
+)
+"""Settings of worker processes, which are errors without workers."""
 _IGNORED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
 

@@ -32,6 +32,24 @@ def test_data_ranks_shuffle_differently_and_ranks_of_one_coordinate_alike() -> N
     assert order(0) == order(0) != order(1)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"persistent_workers": True},
+        {"prefetch_factor": 3},
+        {"timeout": 5},
+        {"multiprocessing_context": "spawn"},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_loader_whose_workers_were_taken_away_is_read_in_this_process(
+    setting: dict[str, Any],
+) -> None:
+    loader = TorchDataLoader(Augmented(LENGTH), batch_size=4, num_workers=2, **setting)
+    loader.num_workers = 0
+    assert ids(drain(source_of(loader))) == list(range(LENGTH))
+
+
 class EveryOther:
     def __init__(self, rank: int) -> None:
         self.rank = rank
