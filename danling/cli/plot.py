@@ -181,11 +181,12 @@ def group(runs: Sequence[Run], figures: Sequence[str] = ()) -> dict[str, list[st
         raise FileNotFoundError(
             "Expected runs with metrics in metrics.jsonl. Received: none. Name runs that have logged."
         )
-    unknown = set(figures) - {*known, *map(quantity_of, known)}
+    names = {*known, *map(quantity_of, known)}
+    unknown = [name for name in figures if name not in names]
     if unknown:
         more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
         raise ValueError(
-            f"Expected a metric that was logged: {', '.join(known[:_NAMED])}{more}. Received: {min(unknown)!r}."
+            f"Expected a metric that was logged: {', '.join(known[:_NAMED])}{more}. Received: {unknown[0]!r}."
         )
     if figures:
         chosen = [name for name in known if {name, quantity_of(name)} & set(figures)]

@@ -270,7 +270,8 @@ class RunMirror(SaveCopier):
         sums = path / SUMS
         known: dict[str, tuple[int, str]] = {}
         visible: dict[str, str] = {}
-        # Ranks need not see each other's disks: only rank 0 has the manifest for sure.
+        # Ranks need not see each other's disks: only rank 0 has the manifest for sure. Another one that
+        # has it compares its files by it; `_copy` makes a save visible on rank 0 alone.
         if self._rank == 0 or storage.size_of(sums):
             manifest = read_manifest(sums, f"{target}/{SUMS}")
             known = manifest.files
