@@ -31,6 +31,8 @@ logger = logging.getLogger("danling")
 _LONGEST = 80
 _OF_OTHERS = (HOW - {"maximize"}) | {"params", "param_names"}
 """Entries of a parameter group that do not change a result, or are no options."""
+_USUAL = ("lr", "weight_decay", "betas", "momentum", "eps")
+"""Options that are compared with a checkpoint of a version which did not save what the program had asked for."""
 
 
 class AskedOptions:
@@ -87,14 +89,18 @@ class AskedOptions:
             self._runner.observers.append(refusal)
 
     def _load(self, stored: Mapping[str, Any], _: Collection[str]) -> None:
-        before: Mapping[str, str] = stored.get("options", {})
         now = self._values()
+        before: Mapping[str, str] = stored.get("options", {})
+        if not stored:
+            # An older version has not saved them. It may have been training that has changed what the checkpoint has.
+            compared = [name for name in now if name.rpartition(".")[2] in _USUAL]
+            before = {name: _text(now[name]) for name in compared}
         replaced = {
             name: value
             for name, value in self._here.items()
             if name in before and name in now and _text(now[name]) != _text(value)
         }
-        self._kept = {name: before[name] for name in replaced}
+        self._kept = {name: before[name] for name in replaced} if stored else {}
         differ = {
             name: f"={_shown(now[name])} (here {_shown(value)})"
             for name, value in replaced.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +333,27 @@ def test_numbers_of_numpy_are_saved_and_come_back(
     rates = [group["lr"] for run in (whole, resumed) for group in run.optimizer.param_groups]
     assert rates[0] == rates[1]
     assert not said(caplog)
+
+
+class OfOlderVersion(Run):
+    """Reads a checkpoint as a version has written it that did not save the options which were asked for."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        del state["state"]["asked_options"]
+        super().load_state_dict(state)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.2])
+def test_options_are_compared_with_a_checkpoint_of_an_older_version(
+    rate: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: what is saved then has the options that this program asks for."""
+    train(tmp_path, 2, None)
+    config = settings(tmp_path, steps=4, auto_resume=True, optim={})
+    with OfOlderVersion(config, partial(sgd, lr=rate), None, None) as run:
+        run.train()
+    lines = [line for line in caplog.messages if "differ from those of the program" in line]
+    assert [f"lr=0.1 (here {rate})" in line for line in lines] == [True] * (rate != 0.1)
+    caplog.clear()
+    train(tmp_path, 6, None, partial(sgd, lr=rate))
+    assert not [line for line in caplog.messages if "differ from those of the program" in line]
