@@ -31,6 +31,7 @@ logger = logging.getLogger("danling")
 _LONGEST = 80
 _OF_OTHERS = (HOW - {"maximize"}) | {"params", "param_names"}
 """Entries of a parameter group that do not change a result, or are no options."""
+_MOVED = ("betas", "momentum")
 _USUAL = ("lr", "weight_decay", "betas", "momentum", "eps")
 """Options that are compared with a checkpoint of a version which did not save what the program had asked for."""
 
@@ -93,7 +94,14 @@ class AskedOptions:
         before: Mapping[str, str] = stored.get("options", {})
         if not stored:
             # An older version has not saved them. It may have been training that has changed what the checkpoint has.
-            compared = [name for name in now if name.rpartition(".")[2] in _USUAL]
+            # A schedule that moves the momentum, as OneCycleLR does, keeps its bounds beside it.
+            moved = {
+                f"{name.rpartition('.')[0]}.{option}"
+                for name in now
+                for option in _MOVED
+                if name.endswith(".max_momentum")
+            }
+            compared = [name for name in now.keys() - moved if name.rpartition(".")[2] in _USUAL]
             before = {name: _text(now[name]) for name in compared}
         replaced = {
             name: value

@@ -343,6 +343,17 @@ class OfOlderVersion(Run):
         super().load_state_dict(state)
 
 
+def test_what_a_schedule_moves_is_no_other_option_of_an_older_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one_cycle = partial(schedules.OneCycleLR, max_lr=0.2, total_steps=9)
+    train(tmp_path, 2, one_cycle)
+    config = settings(tmp_path, steps=4, auto_resume=True, optim={})
+    with OfOlderVersion(config, sgd, one_cycle, None) as run:
+        run.train()
+    assert not [line for line in caplog.messages if "differ from those of the program" in line]
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.2])
 def test_options_are_compared_with_a_checkpoint_of_an_older_version(
     rate: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
