@@ -143,7 +143,7 @@ def weights_in(loaded: Any, source: object, which: str = "model") -> dict[str, T
         if isinstance(loaded, Mapping) and "model" not in loaded:
             # As PyTorch Lightning and many published checkpoints have it.
             loaded = _below(loaded, "state_dict")
-        # One level and no further: what is beside a `model` within a model would be left out in silence.
+        # One level and no further: the other entries of a model within `model` would be left out in silence.
         found = _below(loaded, "model")
     elif isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping):
         # The state of an EMA has the weights in an entry.

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -427,9 +427,11 @@ class SchedulerRegistry(Registry):
 class OneCycleSchedule(OneCycleLR):
     """`OneCycleLR` that goes on when a resumed run has become longer; torch's raises at the end of the former run."""
 
+    kept_options: ClassVar[tuple[str, ...]] = ("total_steps", "_schedule_phases")
+
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take up a saved position on this object's cycle. Restore the optimizer first."""
-        own = {name: getattr(self, name) for name in ("total_steps", "_schedule_phases")}
+        own = {name: getattr(self, name) for name in self.kept_options}
         super().load_state_dict({**state_dict, **own})
         if state_dict["total_steps"] != self.total_steps:
             with warnings.catch_warnings():

@@ -36,7 +36,10 @@ class OtherSchedule(ValueError):
 
 
 def options_of_schedule(scheduler: Any) -> dict[str, Any]:
-    """Return the numbers, text and lists that a schedule keeps, and those that it is made of, by name, less its position."""
+    """Return the numbers, text and lists that a schedule keeps, and those that it is made of, by name, less its position.
+
+    A class of danling that keeps the program's options at a restore, such as the length of the run, names them in `kept_options`.
+    """
     found = {}
     for prefix, part in _parts(scheduler):
         kept = dict(getattr(part, "__dict__", {}))
@@ -47,7 +50,7 @@ def options_of_schedule(scheduler: Any) -> dict[str, Any]:
             {
                 f"{prefix}{name}": value
                 for name, value in kept.items()
-                if name not in _POSITION and is_plain(value)
+                if name not in {*_POSITION, *getattr(part, "kept_options", ())} and is_plain(value)
             }
         )
     return found

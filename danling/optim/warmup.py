@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,8 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from danling.utils.messages import number_hint
 
 logger = logging.getLogger("danling")
-
-_SHAPE = ("total_steps", "warmup_steps", "decay_steps", "final_lr_ratio")
 
 
 class WarmupScheduler(LRScheduler):
@@ -36,6 +34,13 @@ class WarmupScheduler(LRScheduler):
     Raises:
         ValueError: If `total_steps` is not given or not positive, or another figure is negative.
     """
+
+    kept_options: ClassVar[tuple[str, ...]] = (
+        "total_steps",
+        "warmup_steps",
+        "decay_steps",
+        "final_lr_ratio",
+    )
 
     def __init__(
         self,
@@ -102,9 +107,9 @@ class WarmupScheduler(LRScheduler):
                 "optim.param_groups and scheduler.type, or add 'scheduler' to checkpoint.exclude_from_loading."
             )
         super().load_state_dict(
-            {name: value for name, value in state_dict.items() if name not in _SHAPE}
+            {name: value for name, value in state_dict.items() if name not in self.kept_options}
         )
-        if any(state_dict.get(name) != getattr(self, name, None) for name in _SHAPE):
+        if any(state_dict.get(name) != getattr(self, name, None) for name in self.kept_options):
             rewrite_rates(self)
 
 

@@ -94,7 +94,7 @@ class AskedOptions:
         before: Mapping[str, str] = stored.get("options", {})
         if not stored:
             # An older version has not saved them. It may have been training that has changed what the checkpoint has.
-            # A schedule that moves the momentum, as OneCycleLR does, keeps its bounds beside it.
+            # A schedule that moves the momentum, as OneCycleLR does, keeps its bounds in the same group.
             moved = {
                 f"{name.rpartition('.')[0]}.{option}"
                 for name in now

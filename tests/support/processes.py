@@ -25,6 +25,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import logging
 import multiprocessing
 import os
 import pickle
@@ -213,6 +214,8 @@ def _serve(listener: socket.socket, alive: int, load: Callable[[], object]) -> N
     """Be the server, once somebody asks for a process, until this process's parent is gone."""
     try:
         die_with_parent()
+        # Those of pytest, which a program that sets up its own log would find.
+        logging.root.handlers.clear()
         load()
         # What pytest has changed is as in any other process. By line, since every fork would print again what waits in a buffer.
         for number, name in enumerate(("stdin", "stdout", "stderr")):

@@ -27,11 +27,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         up, down = torch.randn(HIDDEN, WIDTH) / WIDTH**0.5, torch.randn(WIDTH, HIDDEN) / HIDDEN**0.5
-        self.rank, self.world, self.norm = (
-            dist.get_rank(),
-            dist.get_world_size(),
-            nn.LayerNorm(WIDTH),
-        )
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Parameter(up.chunk(self.world)[self.rank].clone())
         self.down = nn.Parameter(down.chunk(self.world, dim=1)[self.rank].clone())
 
