@@ -183,6 +183,7 @@ def bytes_per_rank(
     What a forward pass needs (activations, buffers, parameters gathered for a moment, caches of the allocator, the
     communicators) is not counted: it depends on batch and code, not on the layout alone.
     """
+    # What a stage of ZeRO leaves whole is still divided by all axes but `shard`.
     whole, divided = elements(model, {**degrees, "shard": 1}), elements(model, degrees)
     tensors, scalars = OPTIMIZER_STATES[optimizer]
     kept = divided if stage >= 1 else whole
@@ -209,6 +210,7 @@ def elements(model: Model, degrees: Mapping[str, int]) -> float:
     dense = model.dense / shard
     if model.shapes:
         dense = sum(
+            # A scalar has no rows to divide: each rank has it.
             math.ceil(shape[0] / shard) * math.prod(shape[1:]) if shape else 1
             for shape in model.shapes.values()
         )

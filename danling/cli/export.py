@@ -130,6 +130,7 @@ def _check_place(output: Path, checkpoint: Path) -> None:
     if (
         own == directory
         or (is_of_run and directory in own.parents)
+        # A file with checksums next to it is a checkpoint, wherever it is.
         or own.with_name(own.name + FILE_SUMS).exists()
     ):
         raise ValueError(

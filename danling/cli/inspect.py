@@ -125,6 +125,7 @@ def read_contents(source: str | Path) -> Outline:
         store.verify(found, "size")
     try:
         record = store.record(found)
+    # A file without a record that can be read still has tensors to show.
     except CheckpointDamaged:
         return contents
     names = ("run", "sequence", "step", "epoch")

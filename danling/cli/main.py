@@ -124,6 +124,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         root.error(
             f"unknown command {chosen!r}.{did_you_mean(chosen, SUBCOMMANDS)} The commands are {', '.join(SUBCOMMANDS)}."
         )
+    # For the other commands `--` is a mark of argparse: what follows are paths, even with a dash.
     options, unknown = root.parse_known_args(words[:end] if chosen in WITH_PROGRAM else words)
     if unknown:
         options.command_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -132,6 +133,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         ends = _ended_by_sigterm() if chosen in WITH_PROGRAM else nullcontext()
         with ends:
             code: int = options.run(options)
+        # Here and not at exit, so that a reader that is gone is noticed while it can be handled.
         sys.stdout.flush()
         return code
     except BrokenPipeError:

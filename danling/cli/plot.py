@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
             raise FileNotFoundError(
                 f"Expected a run directory or a directory of runs. Received: {empty[0]!r}, which has none."
             )
+        # Two arguments may lead to one run, which is drawn once.
         runs = list({run.path.resolve(): run for below in found for run in below}.values())
         names = [run.name for run in runs]
         # Two roots may have runs of the same name: then only the path tells them apart.
@@ -150,6 +151,7 @@ def draw_curves(
             for name in names:
                 color = COLORS[index % len(COLORS)] if len(runs) > 1 else None
                 _draw(axes, run.curve(name, by=by), name, smooth, color, titles[index])
+        # matplotlib warns of a legend without entries.
         if axes.get_legend_handles_labels()[1]:
             # Below the panel: within it there may be no room that is free of curves.
             axes.legend(
@@ -169,6 +171,7 @@ def _draw(axes: Any, curve: Curve, name: str, smooth: float, color: str | None, 
     # A schedule has no noise, and what is evaluated has few points.
     if smooth and split == "train" and not quantity_of(name).startswith("learning_rate"):
         faint = axes.plot(xs, ys, alpha=0.25, linewidth=0.8, color=color)[0]
+        # For a single run the cycle chooses the colour: the smooth curve must not take the next.
         style["color"] = faint.get_color()
         ys = smoothed(ys, smooth)
     axes.plot(xs, ys, linestyle=_STYLES[split], **style)
@@ -223,5 +226,6 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 def png(figure: Figure, *, dpi: int = 110) -> bytes:
     """Return a figure as a PNG picture, the same bytes for the same curves."""
     stream = io.BytesIO()
+    # matplotlib would write its version as `Software`, and the bytes would differ between releases.
     figure.savefig(stream, format="png", dpi=dpi, metadata={"Software": None})
     return stream.getvalue()

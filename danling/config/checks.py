@@ -174,6 +174,7 @@ def idle_settings(
 ) -> list[str]:
     """Return a sentence for every setting that another one leaves without effect."""
     save, scheduler = config.checkpoint, config.get("scheduler", None) or {}
+    # float16 and replica groups skip updates without being asked to.
     skips = config.skip_nonfinite_grad or config.precision == "fp16" or config.ft.enabled
     keeps_positions = save.enable_ft_dataloader_checkpoints and save.ft_replica_id is not None
     no_groups = not config.ft.enabled and not keeps_positions
@@ -228,6 +229,7 @@ def idle_settings(
         idle, reason = reasons.get(known, (False, ""))
         why = [text for prefix, text in switched_off.items() if key.startswith(prefix)]
         if idle or why:
+            # A section that is switched off is the better reason: its fix is one key.
             found.setdefault([reason, *why][-1], []).append(key)
     return [f"{', '.join(keys)} has no effect: {reason}." for reason, keys in found.items()]
 

@@ -49,6 +49,7 @@ def _key(field: Field) -> dict[str, Any]:
     default = field.default
     is_plain = default is None or isinstance(default, (bool, int, str))
     is_finite = isinstance(default, float) and math.isfinite(default)
+    # JSON has no infinity, so that such a default is left out.
     if default is not MISSING and (is_plain or is_finite):
         found["default"] = default
     return found
@@ -56,6 +57,7 @@ def _key(field: Field) -> dict[str, Any]:
 
 def _any_of(members: Iterable[dict[str, Any]]) -> dict[str, Any]:
     found = list(members)
+    # A member of any type leaves nothing to check.
     if {} in found:
         return {}
     # A value may be taken from another key or the environment.

@@ -454,6 +454,7 @@ class OpenSection(Section):
     """A section of the library that takes further keys, such as the arguments of an optimizer."""
 
     def _fit(self, field: Field, value: object) -> Any:
+        # A placeholder is checked once the value is there that replaces it.
         if value is None or (isinstance(value, str) and _PLACEHOLDER.search(value)):
             return value
         return self._adopt(super()._fit(field, value))

@@ -229,5 +229,7 @@ def _taken_over(loader: Any) -> Any:
     }
     return LoaderSettings(
         loader.dataset,
+        # These two in any case: a loader of torch keeps a smaller last batch unless it is told
+        # otherwise, and one of the library drops it in training.
         {**changed, **{name: settings[name] for name in ("batch_size", "drop_last")}},
     )

@@ -57,6 +57,7 @@ def is_equal(first: Any, second: Any) -> bool:
         return first.keys() == second.keys() and all(
             is_equal(first[key], second[key]) for key in first
         )
+    # A NaN is not equal to itself, and would count as a change at each look.
     are_nans = first != first and second != second
     return bool(first == second) or are_nans
 

@@ -81,6 +81,7 @@ class Mixture(OrderedDataset):
                 f"Expected datasets by name. Received: sources={sources!r} ({type(sources).__name__}). Pass a mapping such as "
                 '{"web": web, "code": code}.'
             )
+        # An empty mapping counts as weights, so that an error names the sources without one.
         is_by_epoch = (
             isinstance(weights, Mapping)
             and weights
@@ -123,6 +124,7 @@ class Mixture(OrderedDataset):
             return sample
         if isinstance(sample, Mapping):
             return {**sample, SOURCE: number}
+        # A named tuple would come back as a plain one, without its names: it is refused below.
         if isinstance(sample, (tuple, list)) and not hasattr(sample, "_fields"):
             return (*sample, number)
         raise ValueError(
@@ -135,6 +137,8 @@ class Mixture(OrderedDataset):
         number, taken = self._stage.turns.at(self._offset + position)
         passes, place = divmod(self._stage.before[number] + taken, self.lengths[number])
         source = self.sources[self.names[number]]
+        # A source with its own order gets the number of the pass as its epoch, since only the
+        # position tells when one begins.
         if isinstance(source, OrderedDataset):
             if source.epoch != passes:
                 source.set_epoch(passes)
@@ -269,10 +273,12 @@ class Mixture(OrderedDataset):
         if isinstance(length, int) and not isinstance(length, bool) and length > 0:
             return length
         turns = self._stages[0].turns
+        # A source of weight 0 has no turn, however long one waits: it must not decide the length.
         read = [number for number, share in enumerate(turns.shares) if share]
         if length == "longest":
             return max(turns.turns_until(number, self.lengths[number]) for number in read)
         if length == "shortest":
+            # One sample more than it has is read again: the epoch ends before that.
             return min(turns.turns_until(number, self.lengths[number] + 1) for number in read) - 1
         raise ValueError(
             f"Expected length to be 'longest', 'shortest' or a positive number of samples. Received: length={length!r} "
@@ -325,6 +331,7 @@ def proportions_of(weights: Mapping[str, Any]) -> dict[str, Fraction]:
     if missing < 0:
         largest = max(whole, key=lambda name: whole[name])
         whole[largest] += missing
+    # The most negative first: those that rounding down has cost the most.
     by_remainder = sorted(parts, key=lambda name: whole[name] - parts[name])
     for name in by_remainder[: max(missing, 0)]:
         whole[name] += 1

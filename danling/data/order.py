@@ -17,6 +17,8 @@ LISTED_UP_TO = 1 << 16
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
+# The multipliers of SplitMix64. Any change of them, or of the rounds, breaks positions that runs
+# have saved.
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -93,6 +95,7 @@ class KeyedPermutation(Order):
         stretches = [
             range(first, max(first, min(first + count, self.length))) for first, count in places
         ]
+        # The same integers as below, only slower: a run may resume on a machine without NumPy.
         if numpy is None:
             return [[self.index(position) for position in stretch] for stretch in stretches]
         positions = [

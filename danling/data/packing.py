@@ -32,6 +32,7 @@ _CHUNK = 4096
 _GROUPS = 256
 """Blocks or batches that a chunk has at least, so that the last one, which is not full, weighs little."""
 _KEPT_CHUNKS = 2
+# The number of a block takes the lower bits in `best_fit`: a chunk has far fewer than 2**32 blocks.
 _ROOM_BITS = 32
 
 
@@ -100,6 +101,8 @@ class _Grouped(OrderedDataset):
         self._counts, self._digest = [], 0
         for number in range(-(-documents // self.chunk)):
             sizes = [piece.size for piece in self._pieces(number)]
+            # Groups follow from the sizes alone: their checksum tells whether a saved position
+            # still fits.
             self._digest = crc32(array("Q", sizes).tobytes(), self._digest)
             self._counts.append(len(self._grouped(sizes)))
         self._plans: dict[int, list[list[Piece]]] = {}
@@ -181,6 +184,7 @@ class _Grouped(OrderedDataset):
             ]
         lengths = self.lengths[documents].long()
         parts = (lengths + self.limit - 1) // self.limit  # none of an empty document
+        # The number of each part in its document: its place, less all parts before.
         number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
         documents, starts = documents.repeat_interleave(parts), number * self.limit
         sizes = (lengths.repeat_interleave(parts) - starts).clamp(max=self.limit)
@@ -279,6 +283,7 @@ class Packed(_Grouped):
                 self._tokens(sample, key, piece.document)[piece.start : piece.start + piece.size]
                 for sample, piece in zip(documents, pieces, strict=True)
             ]
+            # Padding of labels that the user gives must not count in the loss.
             filling = IGNORED if key == "labels" else self.pad
             block[key] = torch.cat([*tokens, tokens[0].new_full((rest,), filling)])
         # Padding counts as one more document.
@@ -286,7 +291,9 @@ class Packed(_Grouped):
         if "position_ids" in self.fields:
             block["position_ids"] = torch.cat([torch.arange(size) for size in stretches])
         if "labels" in self.fields:
+            # A copy, since `input_ids` keeps the tokens that the labels leave out.
             labels = block.get("labels", block[self.keys[0]]).clone()
+            # Else the last token of a document would have to predict the first of another one.
             labels[[0, *accumulate(sizes[:-1])]] = IGNORED
             labels[self.limit - rest :] = IGNORED
             block["labels"] = labels
@@ -345,6 +352,8 @@ class TokenBudget(_Grouped):
         """Return the documents of the batch at a position of the epoch."""
         pieces = self.pieces(position)
         documents = self._read(pieces)
+        # Only for the check of the lengths: a longer document would exceed the budget that the
+        # batch was cut by.
         for sample, piece in zip(documents, pieces, strict=True):
             self._tokens(sample, self.keys[0], piece.document)
         return documents
@@ -400,6 +409,7 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
     blocks: list[list[int]] = []
     rooms: list[int] = []  # room and number of each block that is not full, as one integer, rising
     for number, size in enumerate(sizes):
+        # Room is in the upper bits: the first entry from here on has the least room that is enough.
         at = bisect_left(rooms, size << _ROOM_BITS)
         if at < len(rooms):
             found = rooms.pop(at)
@@ -461,6 +471,7 @@ def document_lengths(dataset: Any, lengths: Lengths, key: str) -> Tensor:
             f"{found.dtype} of shape {tuple(found.shape)}{where}. Pass the lengths of this dataset{other}."
         )
     found = found.to(torch.int32)
+    # Several ranks may come here at once: each writes the same whole file, so none reads half.
     if path is not None and not path.exists():
         file = io.BytesIO()
         torch.save(found, file)

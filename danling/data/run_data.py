@@ -120,6 +120,7 @@ class RunData:
         name = self._run.config.score_name
         named = [split for split in evaluated if name.startswith(f"{split}.")]
         if named:
+            # The longest, since splits may be called `val` and `val.small`.
             return max(named, key=len)
         return next(
             (name for name in _SCORED_FIRST if name in evaluated), next(iter(evaluated), None)
@@ -339,6 +340,7 @@ class RunData:
             known = [
                 length for updates, _, _ in ranks if (length := updates.get(split)) is not None
             ]
+            # What one rank does not know is not known: its loader may be the shortest.
             self.lengths[split] = min(known) if len(known) == len(ranks) else None
 
     def _uncompared(self) -> dict[str, dict[str, str]]:
@@ -357,6 +359,7 @@ class RunData:
 
     def _name_other_data(self, ranks: Sequence[Mapping[str, Mapping[str, str]]]) -> None:
         """Warn of datasets that the library divides and that are not the same on all ranks: samples would be repeated and left out."""
+        # All ranks have the same lists, so that one of them warns.
         if self._run.placement.optimizer.rank != 0:
             return
         first, *others = ranks
@@ -477,6 +480,7 @@ class RunData:
                 # Raises within a pass, in which only a position that was restored and not read from may meet another dataset.
                 self.check_unchanged(split)
             if self._is_replaced(split):
+                # So that `build_dataloaders` below makes one of the dataset that is there now.
                 del run.dataloaders[split]
             else:
                 known.loader.take_length()

@@ -136,6 +136,7 @@ class SampledBatches(Sampler[BatchKey]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a pass."""
+        # The same pass again begins with the state of the sampler that it began with before.
         if epoch != self.epoch:
             self._found = None
         self.epoch = epoch
@@ -277,6 +278,7 @@ class _Drawn:
     def _begin(self) -> Iterator[Any]:
         self._generators.seed(self._order_seed)
         items = iter(self._batches.sampler)
+        # What is left follows, since a sampler may yield more than its length says.
         return items if self._length is None else chain(list(islice(items, self._length)), items)
 
     def take(self, number: int) -> list[Any]:
@@ -377,5 +379,6 @@ def as_keyed_loader(loader: Any, share: Share) -> Any:
     else:
         settings |= {"batch_sampler": loader.batch_sampler}
     twin = sampled_loader(loader.dataset, share, **settings)
+    # For programs that ask for them. By `__dict__`, since torch refuses to set them later.
     twin.__dict__.update(shown)
     return twin

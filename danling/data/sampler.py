@@ -113,6 +113,7 @@ class Division:
                 f"samples, {world_size}. Received: dataloader.global_batch_size={samples}. Raise it, or start fewer "
                 "processes."
             )
+        # The share of rank 0, which no other one exceeds: what holds for it holds for all ranks.
         share = -(-samples // world_size)
         if micro_batch_size is None:
             micro_batches = min(micro_batches, share)
@@ -135,6 +136,7 @@ class Division:
         """Return how many micro-batches every rank makes of a stretch of so many samples."""
         if samples == self.samples:
             return self.micro_batches
+        # Rank 0 has the largest share. The others count as many, and may end with an empty one.
         return -(-self.share(samples, 0)[1] // self.micro_batch_size)
 
     def largest(self, samples: int) -> int:
@@ -282,6 +284,8 @@ class PositionedBatchSampler(Sampler[BatchKey]):
         self.split, self.seed, self.rank, self.world_size = share
         self.shuffle = shuffle
         self.drop_last = drop_last
+        # A rank that makes fewer micro-batches of an update would leave the others in a collective
+        # that it never comes to.
         self.pad = pad or division.is_update
         self.epoch = 0
         self.consumed = 0
@@ -320,6 +324,7 @@ class PositionedBatchSampler(Sampler[BatchKey]):
     def _walk(self, start: int) -> Iterator[tuple[int, _Cut]]:
         """Yield the batches of this rank from a position on, each with the position where its stretch begins."""
         full = self.division.samples
+        # Full stretches are all cut alike, so one computation serves the whole pass.
         whole = self._cut(self.division.samples)
         for _ in range((self.length - start) // full):
             for cut in whole:
@@ -424,6 +429,8 @@ class PositionedBatchSampler(Sampler[BatchKey]):
                 f"Expected the position of split {self.split!r}. Received: a state without {', '.join(missing)} "
                 f"(keys={sorted(state)}). It was saved by another kind of loader; exclude 'dataloaders' from loading."
             )
+        # Only within a pass: before its first sample and after its last, another length changes
+        # nothing.
         if state["length"] != self.length and state["consumed"] and not _is_over(state):
             raise ValueError(
                 f"Expected split {self.split!r} to have {state['length']} samples, as when its position was saved. "
@@ -434,6 +441,7 @@ class PositionedBatchSampler(Sampler[BatchKey]):
             raise ValueError(
                 f"Expected a position of split {self.split!r} between 0 and {self.length}. Received: consumed={state['consumed']}."
             )
+        # Only within a pass: before its first sample nothing has been read in the other order.
         if state["consumed"] and bool(state["shuffle"]) != self.shuffle:
             raise ValueError(
                 f"Expected shuffle={state['shuffle']} for split {self.split!r}, as when its position was saved within "

@@ -121,6 +121,7 @@ def shut_down_workers(loader: Any) -> None:
     if iterator is None:
         return
     if iterator is not loader:
+        # A loader with persistent workers would go on with those that have ended.
         loader._iterator = None
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()

@@ -156,6 +156,7 @@ def _even_parts(model: nn.Module, num_parts: int) -> list[list[str]]:
         raise ValueError(
             f"Expected at least {num_parts} modules for as many stages. Received: {len(names)} ({', '.join(names)}). Use fewer stages."
         )
+    # One more than its parameters, so that modules without any are dealt out evenly too.
     sizes = [1 + sum(p.numel() for p in child.parameters()) for child in model]
     parts: list[list[str]] = [[] for _ in range(num_parts)]
     total = sum(sizes)
@@ -194,6 +195,7 @@ def _check_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
     loose = [name for name, _ in tensors if not is_in_part(name)]
     for path, module in modules.items():
         is_holder = any(name.startswith(f"{path}.") for name in listed)
+        # An `nn.Identity` computes nothing, so that no part has to have it.
         if path and not is_in_part(path) and not is_holder and not isinstance(module, nn.Identity):
             loose.append(path)
     if loose:
@@ -219,6 +221,7 @@ def take_part(model: nn.Module, part: Sequence[str], *, keep: bool = False) -> n
 
     Lists of modules stay lists, of as many.
     """
+    # Pruning changes the model, from which the other stages of this rank are still to be cut.
     if keep:
         model = copy.deepcopy(model)
     _prune(model, "", set(part))
@@ -231,6 +234,7 @@ def _prune(module: nn.Module, prefix: str, part: set[str]) -> None:
         if path in part or child is None:
             continue
         # Keep a container, since `forward` may go through it, and replace the modules in it.
+        # Not a subclass of `nn.Sequential`: its forward may need modules that would be pruned.
         listing = type(child) is nn.Sequential or isinstance(child, (nn.ModuleList, nn.ModuleDict))
         only_holds = listing and not child._parameters and not child._buffers
         if any(other.startswith(f"{path}.") for other in part) or only_holds:

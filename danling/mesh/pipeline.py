@@ -231,6 +231,7 @@ class Pipeline:
         samples, self._known, self.key = (int(value) for value in header)
         if samples == _REFUSED:
             text = self.domain.broadcast_object(wrong, source=self.rank_of_stage[0])
+            # The rank with the first stage has the error and its traceback, the others its text.
             raise inputs if isinstance(inputs, Exception) else ValueError(text)
         cut = self.cut_of(samples)
         if self._known < 0:
@@ -243,6 +244,7 @@ class Pipeline:
 
     def chunks(self, values: object, cut: Cut) -> list[object]:
         """Return a nested value of tensors for each micro-batch with samples."""
+        # Trees know no other mapping than a plain one, such as the batch of a tokenizer.
         leaves, spec = pytree.tree_flatten(dict(values) if isinstance(values, Mapping) else values)
         size = cut.size
         parts = [
@@ -330,6 +332,7 @@ class Pipeline:
     ) -> PipelineStage:
         def example(shapes: Any) -> tuple[Tensor, ...]:
             return tuple(
+                # A gradient goes back only in a training, and only through floating values.
                 torch.empty(
                     (self.cut.size, *shape),
                     dtype=dtype,
@@ -383,6 +386,7 @@ class Pipeline:
             args = tuple(arg[: self.cut.size] for arg in self._args)
         else:
             args = tuple(
+                # Any values will do: only the shapes and dtypes of the outputs are kept.
                 torch.zeros((self.cut.size, *shape), dtype=dtype, device=self.device)
                 for shape, dtype, _ in shapes
             )

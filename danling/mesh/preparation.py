@@ -216,6 +216,7 @@ def initialize_all(
     unchanged = {
         name: mask for name, tensor in plain.items() if (mask := _is_filled(tensor, 0)).any()
     }
+    # All ranks or none: an initialisation may communicate.
     if not any(world.gather_objects(bool(unchanged))):
         return
     _fill({name: plain[name] for name in unchanged}, 1)

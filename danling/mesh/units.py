@@ -62,6 +62,7 @@ class Unit:
         self.places = frozenset(range(len(group.fsdp_params)))
         self._was_gathered = False
         self._reduce = group.post_backward
+        # Replaced on the object, since FSDP2 makes its groups itself and no subclass can be passed.
         group.post_backward = self.reduce
         # One that a user has set stays.
         if type(group._all_gather_comm) is DefaultAllGather:
@@ -94,6 +95,7 @@ class Unit:
         if self._order.counts:
             self.used |= self.places - missing.keys()
         if group.reduce_grads:
+            # This call adds the partial sums over the replicas: a collective no rank may miss.
             adds_over_replicas = group.all_reduce_grads and self.has_partial_sum
             is_due = found or self._was_gathered or adds_over_replicas
             if is_due:
@@ -196,6 +198,7 @@ class UnitOrder(Observer):
     def note(self, unit: Unit, verb: int) -> None:
         """Note that a unit is gathered or reduced."""
         code = 2 * unit.number + verb
+        # Multiplied first, so that the order counts; one more, so that a code of 0 does.
         self._hash = (self._hash * 1_000_003 + code + 1) & 0xFFFFFFFF
         self._noted.append(code)
         self.last = unit.name
@@ -221,6 +224,7 @@ class UnitOrder(Observer):
         end = _FIGURES * self._sets
         self._users = sums[end:]
         self._landed, self._noted, self._hash = (self._noted, HostCopy(sums[:end])), [], 0
+        # On the CPU nothing has to be waited for: the error comes with the update it is about.
         if self._device.type == "cpu":
             self._read_landed()
 
@@ -247,6 +251,7 @@ class UnitOrder(Observer):
             for place in own & unit.unused - unit.used if unit.unused else ():
                 parameter = unit.parameters()[place]
                 if parameter.grad is not None:
+                    # The host waits here: it asks only where a parameter may have no user.
                     counts = counts or self._users.tolist()
                     if not counts[begin + place]:
                         parameter.grad = None

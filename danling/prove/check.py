@@ -77,6 +77,7 @@ class LayoutProof:
         for each, other in zip(comparisons, reverse):
             each.measure_noise(other)
         at = self._differs_at(comparisons)
+        # Where nothing differs, the noise of the first update is reported.
         report.noise = comparisons[(at or 1) - 1].relative_noise
         if at is None:
             return
@@ -132,6 +133,7 @@ class LayoutProof:
             Comparison(a, b, number=n, tolerance=self.tolerance)
             for n, (a, b) in enumerate(pairs, 1)
         ]
+        # Zeros on both sides would agree, and prove nothing.
         if not any(each.norm for each in found):
             raise NotChecked(
                 "the gradients of all updates are zero, or are not in `grad` of the parameters"
@@ -164,6 +166,7 @@ class LayoutProof:
                 report.step, report.verdict = 1, "different"
                 return 1
             report.gradients = each.gradients()
+            # Other gradients make other weights, which are no second finding.
             report.weights = [] if report.gradients else each.weights()
             report.facts = list(each.clip_facts())
             if report.gradients or report.weights or report.facts:
@@ -293,5 +296,6 @@ def _updates(directory: Path) -> list[Update]:
 
 
 def _rows(file: Path) -> list[int]:
+    # Safe to unpickle: the tape of this check wrote the file, in a directory of its owner.
     kept = pickle.loads(file.read_bytes())
     return [row for entries in kept for entry in entries if entry is not None for row in entry[0]]

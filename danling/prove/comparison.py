@@ -85,6 +85,7 @@ class Update:
             }
             found.append({name: tensor - before.get(name, 0.0) for name, tensor in own.items()})
             before = own
+        # Parts count only where they add up: a script may change gradients between passes.
         is_whole = len(found) == len(self.first["losses"]) > 1 and all(
             float((tensor - before[name]).norm()) <= 1e-5 * float(tensor.norm())
             for name, tensor in whole.items()
@@ -502,6 +503,7 @@ class Comparison:
     def clip_facts(self) -> Iterator[str]:
         """Yield what differs of the norms by which gradients were clipped."""
         norms = [rank["norms"] for rank in self.layout.ranks]
+        # Clippings of another number cannot be paired with those of one process.
         if any(len(each) != len(self.one.first["norms"]) for each in norms):
             return
         share = max(1e-3, 4 * self.eps if self.is_coarse else 0.0)
@@ -536,6 +538,7 @@ class Comparison:
                 f"update {self.number} differs, and its forward draws random numbers, which are not the same on several processes and on "
                 "one. Switch that off for the check"
             )
+        # Where other modules were called, their inputs say nothing about the samples.
         if self.one.first["models"] != self.layout.first["models"]:
             return
         # A set, since ranks of tensor parallelism read the same samples.

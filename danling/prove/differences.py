@@ -98,6 +98,7 @@ def compare(
     if one is None or norm is None or not held:
         largest = max((float(part.tensor.double().norm()) for _, part in held), default=None)
         where = "in one process" if one is None else "on the layout"
+        # A tensor of zeros but for rounding counts as none: one side may leave it out.
         nothing = rounding.covers(norm or largest or 0.0, 0.0)
         return (
             None if nothing else Finding(name, f"no parameter of this name {where}", norm, largest)
@@ -110,11 +111,13 @@ def compare(
     copies: dict[tuple[int, ...], list[tuple[Mapping[str, int], Tensor]]] = {}
     targets: dict[tuple[int, ...], Tensor] = {}
     for coordinate, part in held:
+        # An uneven shard may leave a rank without any element, which is no copy of anything.
         if part.tensor.numel():
             copies.setdefault(part.offset, []).append((coordinate, part.tensor.double()))
             targets[part.offset] = part.of(one).double()
     error = math.hypot(
         *(
+            # Copies count once, by the one that is furthest off.
             max(norm_of_difference(value, targets[at]) for _, value in ranks)
             for at, ranks in copies.items()
         )

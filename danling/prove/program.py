@@ -98,6 +98,7 @@ def start_program(
             "Expected a program behind `--`. Received: none. Write it as you start it: -- python train.py."
         )
     log.parent.mkdir(parents=True, exist_ok=True)
+    # Without PYTHONUNBUFFERED a program that is killed takes its last lines with it.
     variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
     if settings is not None:
         variables[VARIABLE] = json.dumps(dict(settings))
@@ -105,11 +106,14 @@ def start_program(
         try:
             return subprocess.Popen(
                 list(command),
+                # A program that asks for input finds the end of it, and does not wait for ever.
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=variables,
                 cwd=directory,
+                # So that signals reach all that the program starts, and Ctrl-C in the terminal this
+                # program alone.
                 start_new_session=True,
             )
         except (FileNotFoundError, PermissionError) as error:
@@ -126,6 +130,7 @@ def rank_variables(number: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(number),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # Without it each rank starts a thread for every core, and all slow each other down.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
         or str(max(1, (os.cpu_count() or 1) // number)),
         # Of a launcher that this process may have been started by.
@@ -149,6 +154,7 @@ def kill_program(process: subprocess.Popen[bytes]) -> None:
     """End a program at this instant by SIGKILL, with everything that it has started, also in other sessions (torchrun's workers)."""
     found = [process.pid]
     # All are stopped first, so that none starts another one unseen.
+    # The list grows meanwhile, so that children of children are stopped as well.
     for pid in found:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGSTOP)

@@ -152,6 +152,7 @@ class ResumeProof:
         for rank, (one, two) in enumerate(zip(whole, resumed)):
             begins, number, others = _compared(one, two, kill)
             if begins is None:
+                # Nothing is worse than weights that no update had: other ranks need no look.
                 worst = (rank, None, 0, [])
                 break
             if begins == 1:
@@ -187,6 +188,7 @@ class ResumeProof:
 
 
 def _differing(one: Line, two: Line) -> list[str]:
+    # The tape has weights under two names, `before` and `after` the update.
     names = {"weights": "after"}
     return [what for what in _ORDER if one[names.get(what, what)] != two[names.get(what, what)]]
 
@@ -198,11 +200,13 @@ def _compared(
     best: tuple[int | None, int, list[str]] = (None, 0, [])
     # Weights that do not change, as with a learning rate of 0, are those before several updates.
     matches = [at for at, line in enumerate(one[: kill + 1]) if line["before"] == two[0]["before"]]
+    # The latest one first: a resume that is in order begins with the newest checkpoint.
     for at in reversed(matches):
         pairs = enumerate(zip(one[at:], two), at + 1)
         number, others = next(((n, d) for n, (a, b) in pairs if (d := _differing(a, b))), (0, []))
         if not others:
             return at + 1, 0, []
+        # Where all of them differ, the beginning that agrees longest is the likeliest.
         if best[0] is None or number - at > best[1] - best[0]:
             best = (at + 1, number, others)
     return best

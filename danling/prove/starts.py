@@ -93,6 +93,7 @@ class Script:
         try:
             yield
         finally:
+            # The guard waits for the end of its input, which a kill of this process brings too.
             if guard.stdin is not None:
                 guard.stdin.close()
             guard.wait()
@@ -144,6 +145,7 @@ class Script:
             **_NO_TRACKERS,
             "MLFLOW_TRACKING_URI": (self.scratch / "mlflow").as_uri(),
             "PYTHONPATH": os.pathsep.join(paths),
+            # `__pycache__` in the copy is a link: bytecode would go into the original.
             "PYTHONDONTWRITEBYTECODE": "1",
             VARIABLE: json.dumps(dict(settings)),
         }
@@ -152,6 +154,7 @@ class Script:
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         processes: list[subprocess.Popen[bytes]] = []
         try:
+            # Held while the ranks start, since two checks at one time must not take one port.
             with held_port() as port:
                 # Of torchrun, whose own default is one port for all.
                 environment.setdefault(
@@ -204,6 +207,7 @@ class Script:
                 if len(done) >= number:
                     return number
                 others = others or time.monotonic() + _SECONDS_FOR_OTHERS
+            # One rank that fails is enough: the others wait for it, mostly until their timeout.
             if all(code is not None for code in exited) or (len(exited) > 1 and any(exited)):
                 if ends and not any(exited):
                     return len(list(records.glob("rank-*.jsonl")))
@@ -313,6 +317,7 @@ def copy_directory(source: Path, target: Path) -> list[Path]:
             if path == target.parent.resolve():
                 continue
             real = Path(os.path.realpath(path))
+            # A link within the directory leads into the copy, or writes would reach the original.
             if entry.is_symlink() and real.is_relative_to(source):
                 own.symlink_to(target / real.relative_to(source))
                 continue

@@ -223,6 +223,7 @@ def _is_terminal(stream: Any) -> bool:
         knows_width = stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
     except (AttributeError, OSError, ValueError):
         return False
+    # A dumb terminal knows no escape codes, and could not erase the bar.
     return bool(knows_width) and os.environ.get("TERM") != "dumb"
 
 

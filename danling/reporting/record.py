@@ -57,6 +57,7 @@ def environment(device: torch.device) -> dict[str, object]:
             name: version
             for name, module in sorted(sys.modules.items())
             if "." not in name
+            # By `__dict__`, since `getattr` would have lazy modules import more.
             and isinstance(version := getattr(module, "__dict__", {}).get("__version__"), str)
         },
         "variables": {
@@ -136,6 +137,7 @@ class RunRecorder(Observer):
         # The record of this directory, or else that of the run whose checkpoint is resumed.
         places = [runner.workspace.dir]
         if source and "://" not in source:
+            # A checkpoint is two levels below its run: `checkpoints/latest.pth`.
             places.insert(0, Path(source).absolute().parent.parent)
         earlier = next((found for place in places if (found := recorded(place))), {})
         changes = changed_parts(earlier, record)

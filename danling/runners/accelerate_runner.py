@@ -62,6 +62,7 @@ class AccelerateRunner(TorchRunner):
         super().init_distributed()
         self.accelerator = open_accelerator(settings, launch, self.accelerate_kwargs())
         self._parts.closers.callback(release_accelerator)
+        # Settings of Accelerate, such as `cpu`, may name another device, which then counts.
         if self.accelerator.device.type != self.device.type:
             self.device = self.accelerator.device
             self.world = world_of(launch.world_size, self.device)

@@ -299,6 +299,7 @@ class BaseRunner(metaclass=MetaRunner):
             self.restore()
         if stores is not None:
             stores.start_copying()
+        # After the restore: a start that fails there leaves the metadata of the run as they were.
         self._write_metadata()
         self._parts.finish()
 
@@ -397,6 +398,7 @@ class BaseRunner(metaclass=MetaRunner):
             init_method=self.config.init_method,
             timeout_seconds=self.config.comm.init_timeout_seconds,
         )
+        # A group that the program has made is left to the program to destroy.
         if created:
             self._parts.closers.callback(destroy_process_group)
         self.world = world_of(launch.world_size, self.device)
@@ -417,6 +419,7 @@ class BaseRunner(metaclass=MetaRunner):
         if config.ft.enabled and config.seed is None:
             # Replica groups must read the same order of samples, and cannot communicate yet.
             config.seed = derive_seed("replica groups", self.config_id) % 2**31
+        # A rank that joins takes the seed of the run that is going on.
         if self._parts.elastic is not None and self._parts.elastic.joined_run is not None:
             config.seed = self._parts.elastic.joined_run.seed
         self._seed_is_drawn = config.seed is None

@@ -110,6 +110,7 @@ def _train_step(runner: TorchRunner, call: Callable[[Any], Any], data: object) -
                 "Expected a loop around `train_step` with ft.enabled, which agrees on each update with the other replica groups. "
                 "Received: a call of `train_step` alone. Call `train_epoch(split)` or `train()`."
             )
+        # Once a window: what a loop of the library does before an update.
         if runner.window.count == 0:
             if parts.calls is not None:
                 parts.calls.note_loop()

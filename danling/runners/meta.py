@@ -80,6 +80,7 @@ class MetaRunner(type):
             check_class(runner)
             runner.__post_init__()
             runner._end_construction()
+        # An interrupt as well: files, threads and process groups may be open by now.
         except BaseException as error:
             close_after_error(runner, error)
             raise

@@ -126,6 +126,7 @@ class ParallelRunner(TorchRunner):
     def build_topology(self) -> Topology:
         """Return the place of this rank on the parallel axes; override it for your own mesh."""
         degrees = {name: int(self.config.parallel.axes[name]) for name in AXES}
+        # `fsdp.enabled` without a degree means all ranks.
         if self.config.fsdp.enabled and all(degree == 1 for degree in degrees.values()):
             degrees["shard"] = -1
         return Topology(
@@ -168,6 +169,8 @@ class ParallelRunner(TorchRunner):
                 "build_pipeline_model_parts", f"a list of {number} model parts", parts
             )
         for part in parts:
+            # Tensors without memory get it on the device later, in `_place`, once they are cut to
+            # their shards.
             if not is_meta(part):
                 part.to(self.device)
             if any(self.topology.degree(axis) > 1 for axis in axes_with(needs_transform=True)):
@@ -178,6 +181,7 @@ class ParallelRunner(TorchRunner):
         asked = self.config.parallel.activation_checkpointing and not is_overridden(
             self, "apply_activation_checkpointing"
         )
+        # All stages need one answer, and a stage may have no block that is computed again.
         wraps = any(self.pipeline_domain.gather_objects(recomputes(parts)))
         self.preparation.recomputes = wraps or not asked
         self.model = ModelParts(parts) if is_cut else parts[0]
@@ -200,6 +204,7 @@ class ParallelRunner(TorchRunner):
             self._parts.session.observers.append(self.preparation.order)
         if self._parts.canonical is not None:
             self._exchanges = exchange_shards(self.model, self._parts.canonical)
+        # Only now: the average begins as a copy of shards whose values all ranks agree on.
         self._build_ema()
         if is_cut:
             self.pipeline = self.bind_pipeline_modules(parts)
@@ -330,6 +335,7 @@ class ParallelRunner(TorchRunner):
             for parameter in part.parameters()
             for axis in mesh_axes(parameter)
         }
+        # A stage may have nothing to divide where another one has.
         found = set().union(*self.pipeline_domain.gather_objects(mine))
         whole = [axis for axis in wanted if axis not in found]
         if whole:

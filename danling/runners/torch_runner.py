@@ -387,6 +387,7 @@ class TorchRunner(BaseRunner):
         with evaluation_weights(self.optimizer), weights, self.whole_weights():
             if self.is_main_process:
                 save_pretrained(model, directory, **options)
+        # No rank may go on to read files that the main process is still writing.
         self.world.barrier()
 
     def broadcast_buffers(self) -> None:
@@ -746,6 +747,7 @@ class TorchRunner(BaseRunner):
             # Called by a program, and not by a loop of the library.
             outcome: UpdateOutcome = prepared(self, "step", partial(TorchRunner.step, self))
             return outcome
+        # The program may have assigned another optimizer since the update before.
         if self.reduction.optimizer is not self.optimizer:
             self._bind_reduction()
         return self._parts.update.make()

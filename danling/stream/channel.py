@@ -289,6 +289,7 @@ class RefChannel(ABC):
         """Go on after a failure or a stop, repairing what a killed producer left. One that is complete stays so."""
         with self._writing():
             end = self._counted_end()
+            # Before the first line is added: whatever follows a damaged line would be lost with it.
             self._check_damage()
             if end is not None and end.kind != "complete":
                 self._note([{"reopened": self._count()}])

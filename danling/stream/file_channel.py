@@ -27,7 +27,9 @@ from danling.utils.locks import FileLock, exclusive, shared
 from .channel import RECORDS, RefChannel, StreamEnd
 from .refs import LONGEST_LINE, ROOM, SampleRef, has_checksum, parse_checked_json, to_checked_json
 
+# A link of this name is refused, and a pipe of this name does not make the open wait for a reader.
 _FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+# Lines are told apart by their first bytes, unparsed: `SampleRef.to_json` must keep this order.
 _SAMPLE, _AFTER_ID = b'{"id":', b',"object":'
 
 _FIRST_LOOK_SECONDS = 120.0

@@ -309,6 +309,7 @@ class StreamLoader(UpdateLoader):
             )
         self.skipped += missing
         self.consumed = freed
+        # No sample before the new position was trained on: an empty id fits any log.
         self._last_id = ""
         if self._context.is_main:
             logger.warning(
@@ -324,6 +325,8 @@ class StreamLoader(UpdateLoader):
         while True:
             while len(ahead) <= self.prefetch:
                 if not known:
+                    # With batches read ahead there is something to train on, so that only an empty
+                    # queue waits.
                     known.extend(self._open(wait=not ahead))
                 if not known:
                     break
@@ -426,6 +429,8 @@ class StreamLoader(UpdateLoader):
             if self._waits is not None:
                 self._waits.leave_if_asked(start)
             if self.pump is not None and self.pump():
+                # What the producer computes in this process is no silence of it: `idle_timeout`
+                # begins anew.
                 grown = time.monotonic()
                 pause = _POLL_SECONDS[0]
             else:
@@ -529,6 +534,7 @@ class StreamLoader(UpdateLoader):
             try:
                 self._check_log()
                 self._claim()
+            # The run has ended, and only room is at stake: the log of another run stays as it is.
             except (RuntimeError, ValueError):
                 return
         if not self._owns:
@@ -537,6 +543,8 @@ class StreamLoader(UpdateLoader):
         position = min(durable, self.channel.published())
         if position > committed:
             if self.retain != "all":
+                # Features before the watermark: a kill in between leaves work that the next run
+                # does again. The other way round these features would stay for ever.
                 for start in range(committed, position, _FREED_AT_ONCE):
                     refs = self.channel.read(start, min(start + _FREED_AT_ONCE, position))
                     self.store.discard(ref.object_id for ref in refs)

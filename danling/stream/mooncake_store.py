@@ -35,6 +35,7 @@ _SMALLEST_BLOCK = 64 << 10
 # An object is a header in JSON behind this and its length, and the tensors behind it, each aligned.
 _MAGIC = b"danling1"
 _ALIGNMENT = 64
+# As long as a checksum, so that the size of a header is known before its sum is.
 _NO_SUM = "0" * 8
 
 
@@ -147,6 +148,7 @@ class MooncakeStore(CheckedStore):
             with self._pool.lease(size) as memory:
                 read = self._store.get_into(self._key(object_id), memory.data_ptr(), memory.numel())
                 if read >= 0:
+                    # A copy: the block goes back to the pool, where the next call overwrites it.
                     return memory[:read].clone()
                 # It may be larger than its reference says, which the caller checks.
                 size = 2 * memory.numel()
@@ -192,6 +194,7 @@ class MooncakeStore(CheckedStore):
             ) from error
 
     def close(self) -> None:
+        # A forked child has only a copy of the connection, and must not end that of its parent.
         if os.getpid() == self._pid and self._store is not None:
             self._pool.close()
             self._store.close()
@@ -272,6 +275,7 @@ class BufferPool:
         finally:
             with self._lock:
                 self._free.append(block)
+                # The oldest go first: a size that is still in use comes back to the end.
                 while sum(free.numel() for free in self._free) > self._keep_bytes:
                     self._store.unregister_buffer(self._free.pop(0).data_ptr())
 
@@ -309,6 +313,7 @@ def pack(memory: Tensor, object_id: str, tensors: Mapping[str, Tensor]) -> dict[
 
 def unpack(memory: Tensor, object_id: str) -> dict[str, Tensor]:
     """Return the tensors of an object, which share its memory."""
+    # By `tolist`, since `numpy()` needs a package that may be missing.
     begin = bytes(memory[:16].tolist())
     length = int.from_bytes(begin[8:], "little")
     if not begin.startswith(_MAGIC) or 16 + length > memory.numel():
@@ -339,4 +344,5 @@ def _places(memory: Tensor, start: int, found: Mapping[str, TensorSpec]) -> dict
 
 
 def _aligned(size: int) -> int:
+    # `Tensor.view` with a wider dtype refuses an offset that is no multiple of its size.
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -139,6 +139,7 @@ class Production:
             if samples is None:
                 return "done"
             if not samples:
+                # A batch without new samples is progress too: the caller must not wait for credit.
                 return "made"
             self._pending = [(self.refer(sample), sample.features) for sample in samples]
         self._committed = self._channel.committed()
@@ -405,6 +406,8 @@ class FeatureProducer(Runner):
                         production.await_credit(self.idle_timeout, self._hears_of_stop)
                     elif self.is_main_process and lines.due():
                         self._report("Producing")
+                # A log is complete only where all ranks came to their end: one that gave up has
+                # samples left.
                 mine = progress == "done" and not production.gave_up
                 ended = not agree(self.world, () if mine else ("stop",))
                 if ended:
@@ -495,6 +498,7 @@ class FeatureProducer(Runner):
                 f"Expected an id of valid Unicode for a sample. Received: {odd[0]!r}. Name files otherwise, such as by "
                 "os.fsencode(name).hex()."
             )
+        # Reversed, so that of two samples with one id the place of the first one stays.
         first = {sample: place for place, sample in reversed(list(enumerate(ids)))}
         wanted = [
             first[sample] == place and not self.channel.holds(sample)
@@ -664,10 +668,12 @@ def run_together(
     loader.pump = pump
     try:
         results = trainer.train()
+    # A signal ends the trainer by SystemExit: then, too, the log has to say why nothing follows.
     except BaseException as error:
         producer._end("stopped", f"its trainer ended with {type(error).__name__}: {error}")
         raise
     finally:
         loader.pump = None
+    # Without effect on a log that is complete, which keeps its first end.
     producer._end("stopped", "its trainer has finished")
     return results

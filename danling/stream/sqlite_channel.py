@@ -108,6 +108,7 @@ class SQLiteChannel(RefChannel):
         try:
             yield
             database.execute("COMMIT")
+        # An interrupt as well: an open transaction would keep all other writers out.
         except BaseException:
             if database.in_transaction:
                 database.execute("ROLLBACK")
@@ -122,6 +123,7 @@ class SQLiteChannel(RefChannel):
             return database.execute(query, values).fetchone()
 
     def _count(self) -> int:
+        # By the index of places. COUNT would go through all rows at each look.
         return int(self._ask("SELECT COALESCE(MAX(place) + 1, 0) FROM samples")[0])
 
     def _lines(self, start: int, stop: int) -> Iterator[str]:
@@ -147,6 +149,7 @@ class SQLiteChannel(RefChannel):
         with self._reading() as database:
             for ref in refs:
                 row = (place, ref.id, ref.to_json(place))
+                # An id that is there already adds no row, and takes no place.
                 place += database.execute(
                     "INSERT OR IGNORE INTO samples VALUES (?, ?, ?)", row
                 ).rowcount
@@ -264,6 +267,7 @@ class MemoryChannel(SQLiteChannel):
 
 def _connect(path: Path) -> sqlite3.Connection:
     _refuse_other_kinds(path)
+    # SQLite would refuse other threads, which the lock of the channel keeps apart.
     connection = sqlite3.connect(
         path, timeout=_PATIENCE_SECONDS, isolation_level=None, check_same_thread=False
     )

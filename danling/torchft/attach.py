@@ -95,6 +95,7 @@ class OwnPositions:
         rank: groups whose common position differed would end their passes at different updates.
         """
         runner, step = self._runner, self._runner.state.train.global_step
+        # One rank looks, so that all of the group load the same position.
         name = self.manager.on_main(lambda: self._newest(step))
         if name is None:
             return

@@ -72,6 +72,7 @@ class _DaemonExecutor(Executor):
         def run() -> None:
             try:
                 future.set_result(fn(*args, **options))
+            # SystemExit as well: who waits for the future has to get what ended the call.
             except BaseException as error:
                 future.set_exception(error)
 

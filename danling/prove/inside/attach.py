@@ -115,6 +115,7 @@ def _watch_modules(tape: Tape) -> None:
 
     @functools.wraps(backward)
     def begun(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        # Reentrant checkpointing calls it again within a backward, which is no pass of the script.
         if is_forward():
             note(tensors)
             backward(tensors, *args, **kwargs)
@@ -169,6 +170,7 @@ def _watch_clipping(tape: Tape) -> None:
         with_norm(keep(parameters), max_norm, total_norm, *args, **kwargs)
         tape.clipped(total_norm)
 
+    # In both places, since programs take the functions from either.
     for module in (nn.utils, nn.utils.clip_grad):
         for function in (clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_):
             setattr(module, function.__name__, function)

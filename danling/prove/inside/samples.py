@@ -32,6 +32,7 @@ def leaves(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a value; arrays of NumPy as tensors."""
     if isinstance(value, Tensor):
         yield value
+    # By name, so that scripts without NumPy need not have it.
     elif type(value).__name__ == "ndarray" and value.dtype.kind in "biuf":
         yield torch.from_numpy(value)
     elif isinstance(value, (str, bytes)):

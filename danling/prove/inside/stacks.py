@@ -57,6 +57,7 @@ def roots() -> list[nn.Module]:
     """Return the modules with parameters that no other module contains."""
     # By type: `isinstance` wakes lazy proxies.
     every = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
+    # By `__dict__`: a module whose `__init__` is still to run has no `_modules`.
     inner = {
         id(child) for module in every for child in module.__dict__.get("_modules", {}).values()
     }
@@ -106,6 +107,7 @@ def piece(tensor: Tensor, of: Tensor | None = None) -> Piece:
                 tensor.placements,
             )
             return tuple(offset), tuple(tensor.shape), local_of(tensor).to("cpu", copy=True)
+    # Copied in any case: the step that follows changes the tensor in place.
     return (0,) * tensor.dim(), tuple(tensor.shape), tensor.detach().to("cpu", copy=True)
 
 

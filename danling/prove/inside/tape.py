@@ -124,6 +124,7 @@ class Tape:
 
     def fetch(self, iterator: Any, original: Callable[[], Any]) -> Any:
         """Return the next batch of an iterator, recorded or replayed."""
+        # What a worker reads is recorded once it comes to the process that trains.
         if self.inside or not self.job.checks or torch.utils.data.get_worker_info() is not None:
             return original()
         try:
@@ -174,6 +175,7 @@ class Tape:
         self._inputs.append(rows)
         for tensor in map(local_of, found):
             if tensor.dim() and len(tensor) == rows and not tensor.is_complex():
+                # Joined batches are padded with zeros or, for labels, -100: neither may count.
                 values = tensor.double()
                 self._amount += float(values[values != -100].abs().sum())
         names = ("module", "_orig_mod", "_fsdp_wrapped_module")
@@ -255,6 +257,7 @@ class Tape:
     def clipping(self, gradients: dict[str, stacks.Piece]) -> None:
         """Keep gradients as they are before they are clipped."""
         if not self.inside and self.job.checks:
+            # The first clipping of an update counts: a second one gets clipped gradients.
             self._before_clipping.update(
                 {n: g for n, g in gradients.items() if n not in self._before_clipping}
             )
@@ -296,6 +299,7 @@ class Tape:
             for name, value in given.items():
                 if own.get(name) == value or name not in own:
                     continue
+                # In place, since a compiled step refers to this tensor.
                 if isinstance(group[name], Tensor):
                     group[name].fill_(value)
                 else:
@@ -336,6 +340,7 @@ class Tape:
             _steps_alone(each, self.steps) for each in stacks.optimizers()
         )
         is_each_done = not others and min(self.steps.values()) >= self.job.updates
+        # Bounded for scripts in which one optimizer steps far more often than another.
         return not (is_each_done or self.made >= 8 * self.job.updates)
 
     def _write_tensors(self, weights: dict[str, stacks.Piece]) -> None:
@@ -398,8 +403,10 @@ class Tape:
         """Have one process be a rank: of two the records would be mixed."""
         rank, _ = stacks.rank_and_size()
         file = self.directory / f"rank-{rank}.pid"
+        # Only one process can make the file, and another one finds that id in it.
         with contextlib.suppress(FileExistsError), open(file, "x") as new:
             new.write(str(os.getpid()))
+        # It is empty for the moment between its making and the writing of the id.
         if file.read_text() not in ("", str(os.getpid())):
             self.fail(f"two processes of the script train as rank {rank}")
 
@@ -408,6 +415,7 @@ class Tape:
         self._mark(self.directory / f"rank-{stacks.rank_and_size()[0]}.failed", reason)
 
     def _mark(self, file: Path, text: str) -> NoReturn:
+        # Renamed when it is whole: the driver reads the file as soon as it is there.
         staged = file.with_suffix(".new")
         staged.write_text(text)
         os.replace(staged, file)
