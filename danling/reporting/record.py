@@ -100,9 +100,10 @@ class RunRecorder(Observer):
                 optimizer = {"kind": _kind(runner.optimizer), "groups": groups}
             record = {
                 "model": model,
-                **self._made,
+                "criterion": self._made["criterion"],
                 "optimizer": optimizer,
                 "scheduler": _kind(runner.scheduler),
+                "data": self._made["data"],
                 "update": {
                     "samples": division.samples if division is not None else None,
                     "batch_size": runner.batch_size,
