@@ -296,7 +296,7 @@ def _converter(module: str, path: Path, trust: bool) -> Any:
     if not trust:
         raise _untrusted(
             f"{path}: its shares are put together by DeepSpeed's own converters, which unpickle them; the same stage on the same number "
-            "of ranks needs none of that"
+            "of ranks, with nothing of the tag left out, needs none of that"
         )
     if find_spec("deepspeed") is None:
         raise CheckpointError(

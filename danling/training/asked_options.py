@@ -19,6 +19,7 @@ from danling.optim.schedule_state import (
 )
 from danling.optim.state import HOW
 from danling.utils.encoding import without_numpy
+from danling.utils.messages import listed
 from danling.utils.observers import Observer
 
 from .run_state import StatePart
@@ -118,29 +119,29 @@ class AskedOptions:
             self._warn(differ)
 
     def _warn(self, differ: Mapping[str, str]) -> None:
-        options: dict[str, str] = {}
-        schedule: dict[str, str] = {}
+        options: dict[str, None] = {}
+        schedule: dict[str, None] = {}
         entries: dict[str, None] = {}
         for path, values in differ.items():
             component, _, name = path.partition(".")
             if component == "optimizer":
                 # Each once: most options are those of all groups.
-                options.setdefault(name.partition(".")[2], values)
+                options[f"{name.partition('.')[2]}{values}"] = None
             else:
                 within, _, last = name.rpartition(".")
-                schedule[f"{last.lstrip('_')}{values}"] = ""
+                schedule[f"{last.lstrip('_')}{values}"] = None
                 entries["scheduler" if within else f"scheduler.{last}"] = None
         if options:
             logger.warning(
                 "The optimizer continues with the options of the checkpoint, which differ from those of the program: %s. For the "
                 "program's, add 'optimizer.param_groups' to checkpoint.exclude_from_loading.",
-                ", ".join(f"{name}{values}" for name, values in options.items()),
+                listed(list(options)),
             )
         if schedule:
             logger.warning(
                 "The schedule continues with the options of the checkpoint, which differ from those of the program: %s. For the "
                 "program's, add %s to checkpoint.exclude_from_loading.",
-                ", ".join(schedule),
+                listed(list(schedule)),
                 ", ".join(map(repr, entries)),
             )
 

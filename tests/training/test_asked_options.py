@@ -251,6 +251,22 @@ def test_options_of_the_optimizer_are_named_with_a_schedule_too(
             assert group[name] == pytest.approx(value * done)
 
 
+def test_other_values_of_every_group_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def groups(*rates: float, **options: Any) -> Make:
+        return lambda parameters: SGD(
+            [{"params": [each], "lr": rate} for each, rate in zip(parameters, rates)], **options
+        )
+
+    train(tmp_path, 3, None, groups(0.1, 0.2))
+    said(caplog)
+    train(tmp_path, 4, None, groups(0.3, 0.4, weight_decay=0.5))
+    (line,) = said(caplog)
+    for value in ("lr=0.1 (here 0.3)", "lr=0.2 (here 0.4)", "weight_decay=0 (here 0.5)"):
+        assert line.count(value) == 1  # what groups share is said once
+
+
 def change(run: Run) -> None:
     run.scheduler.gamma *= 0.9
     for group in run.optimizer.param_groups:
