@@ -55,10 +55,11 @@ def environment(device: torch.device) -> dict[str, object]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "versions": {
             name: version
-            for name, module in sorted(sys.modules.items())
-            if "." not in name
+            for name in sorted(name for name in list(sys.modules) if "." not in name)
             # By `__dict__`, since `getattr` would have lazy modules import more.
-            and isinstance(version := getattr(module, "__dict__", {}).get("__version__"), str)
+            if isinstance(
+                version := getattr(sys.modules.get(name), "__dict__", {}).get("__version__"), str
+            )
         },
         "variables": {
             name: value

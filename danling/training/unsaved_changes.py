@@ -44,8 +44,9 @@ _LOOKS = 8
 class UnsavedChanges(Observer):
     """Warns once, at a save, of numbers and text that modules or the optimizer have changed, and of state of an optimizer within it.
 
-    So are lists, dictionaries and arrays of numbers that the program begins with, if they change after the first update: else they may
-    be filled once. A list of so many whole numbers may have sizes, and is left out.
+    So are lists, dictionaries, arrays of numbers and plain tensors that the program begins with, if they change after the first update:
+    else they may be filled once. A list of so many whole numbers may have sizes, and is left out; so is an array or a tensor that gets
+    another shape, which is something of the batch, and a tensor that has had a graph, which each forward computes.
 
     Left out are names that begin with an underscore, flags of an optimizer, what `on_pass_start` has set, which is saved, and components
     whose class overrides `get_extra_state` or `state_dict`.
@@ -63,6 +64,7 @@ class UnsavedChanges(Observer):
         """What the training has made, as it was when it was seen first."""
         self._last: dict[str, Any] = {}
         self._fallen: set[str] = set()
+        self._computed: set[str] = set()
         self._stored: Mapping[str, str] = {}
         """What the training of the checkpoint has made, and has not changed."""
         self._named: set[str] = set()
@@ -132,7 +134,7 @@ class UnsavedChanges(Observer):
             if value is not None
             and name in values
             and not _is_same(value, values[name])
-            and not _may_be_filled_once(self._last.get(name), values[name])
+            and not _may_come_again(value, self._last.get(name), values[name])
         ]
         changed += [
             name
@@ -189,31 +191,43 @@ class UnsavedChanges(Observer):
                 continue
             # A flag of an optimizer says that it has begun, such as `initialized` of those of bitsandbytes, or in which mode it is.
             left_out = bool if base is Optimizer else ()
+            left_out_names = _OF_OPTIMIZER if base is Optimizer else ("training",)
             for name, value in vars(component).items():
+                if name.startswith("_") or name in left_out_names:
+                    continue
+                at = f"{path}.{name}"
                 if is_of_numpy(value) and not value.shape:
                     value = value.item()
-                if type(value) in _CONTAINERS or is_of_numpy(value):
-                    if name in _OF_OPTIMIZER or (value := _contents(value)) is None:
+                if type(value) is Tensor and value.requires_grad:
+                    self._computed.add(at)
+                if type(value) in _CONTAINERS or type(value) is Tensor or is_of_numpy(value):
+                    if at in self._computed or (value := _contents(value)) is None:
                         continue
                 elif type(value) not in _NUMBERS or isinstance(value, left_out):
                     continue
-                if not name.startswith("_") and name != "training":
-                    values[f"{path}.{name}"] = value
+                values[at] = value
         return values
 
 
 class _Contents(str):
-    """The numbers in a list, a dictionary or an array, as a text."""
+    """The numbers in a list, a dictionary, an array or a tensor, as a text."""
 
     sizes: int | None = None
     """How many whole numbers a list has, if it has nothing else."""
+    shape: tuple[int, ...] | None = None
+    """That of an array or a tensor."""
 
 
 def _contents(value: Any) -> _Contents | None:
     """Return what a container has; `None` where that is not numbers and text alone, or is large."""
     if is_of_numpy(value):
         small = value.nbytes <= _LARGEST and value.dtype.kind in "biufc"
-        return _Contents(f"{value.shape} {value.tobytes().hex()}") if small else None
+        return _in_memory(value.shape, value.tobytes()) if small else None
+    if isinstance(value, Tensor):
+        plain = value.layout is torch.strided and not value.is_meta and not value.is_quantized
+        if not plain or value.nbytes > _LARGEST:
+            return None
+        return _in_memory(value.shape, bytes(value.reshape(-1).view(torch.uint8).tolist()))
     items = [*value, *value.values()] if isinstance(value, dict) else value
     if len(items) > _LARGEST or not all(
         type(item) in _NUMBERS or _is_scalar(item) for item in items
@@ -225,15 +239,22 @@ def _contents(value: Any) -> _Contents | None:
     return text
 
 
+def _in_memory(shape: tuple[int, ...], data: bytes) -> _Contents:
+    text = _Contents(data.hex())
+    text.shape = tuple(shape)
+    return text
+
+
 def _is_scalar(value: Any) -> bool:
     return is_of_numpy(value) and not value.shape
 
 
-def _may_be_filled_once(first: object, now: object) -> bool:
-    """Whether a container has only the contents that the first update has given it, or so many sizes."""
+def _may_come_again(before: object, first: object, now: object) -> bool:
+    """Whether a container has what the first update has given it, so many sizes, or something of a batch."""
     if not isinstance(now, _Contents) or not isinstance(first, _Contents):
         return isinstance(now, _Contents)
-    return first == now or (first.sizes is not None and first.sizes == now.sizes)
+    has_sizes = first.sizes is not None and first.sizes == now.sizes
+    return first == now or has_sizes or getattr(before, "shape", None) != now.shape
 
 
 class _FirstUpdates(Observer):

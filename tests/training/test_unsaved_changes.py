@@ -110,6 +110,38 @@ class Cached(Annealed):
         return super().forward(input) / self.scales["width"]
 
 
+class Averaged(Annealed):
+    """Keeps averages in tensors that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(2)
+        self.square = torch.ones((), dtype=torch.bfloat16)
+        self.calls = torch.zeros(1, dtype=torch.long)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.mean.lerp_(input.mean(0), 0.1)
+        self.square = 0.9 * self.square + input.square().mean().bfloat16()
+        self.calls += 1
+        return super().forward(input - self.mean) / self.square / self.calls
+
+
+class Looked(Annealed):
+    """Keeps what each forward makes in tensors, for others to look at, and constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalty = torch.zeros(())
+        self.features = torch.zeros(0)
+        self.table = torch.zeros(2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.table.copy_(torch.arange(2.0))
+        self.features = input.detach()
+        self.penalty = self.weight.square().sum()
+        return super().forward(input + self.table) + self.penalty
+
+
 class Plain:
     """A criterion that is no module."""
 
@@ -243,6 +275,14 @@ CASES: dict[str, tuple[Any, Any, Any, str, tuple[str, ...]]] = {
         ("model.window", "model.history", "model.counts", "model.shift"),
     ),
     "caches": (Cached, nn.MSELoss, torch.optim.SGD, "", ()),
+    "tensors": (
+        Averaged,
+        nn.MSELoss,
+        torch.optim.SGD,
+        "",
+        ("model.mean", "model.square", "model.calls"),
+    ),
+    "tensors of a forward": (Looked, nn.MSELoss, torch.optim.SGD, "", ()),
     "criterion without a module": (Annealed, Plain, torch.optim.SGD, "", ("criterion.scale",)),
     "made once": (Normed, nn.MSELoss, torch.optim.SGD, "", ("model.scale=",)),
     "sizes": (Sized, nn.MSELoss, torch.optim.SGD, "", ()),
