@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch.optim.lr_scheduler import OneCycleLR
+
 from danling.metrics.scores import infer_mode, metric_of
 from danling.optim import JointScheduler, needs_metric
 from danling.optim.arguments_of_step import takes_position
@@ -70,6 +72,32 @@ class Schedule:
         scheduler = self._runner.scheduler
         self.by_update = scheduler is not None and interval_of(self._runner) == "step"
         self._passes_step = takes_position(scheduler)
+        if isinstance(scheduler, OneCycleLR):
+            self._check_length(scheduler)
+
+    def _check_length(self, scheduler: OneCycleLR) -> None:
+        """Refuse a cycle that ends before the run, where torch would raise in the middle of the training."""
+        left = self._advances_left()
+        if left is None or scheduler.last_epoch + left <= scheduler.total_steps:
+            return
+        raise ValueError(
+            f"Expected a {type(scheduler).__name__} that is as long as the run. Received: total_steps={scheduler.total_steps} for the "
+            f"{scheduler.last_epoch} made and {left} to come. Make it with total_steps=self.steps, or with self.epochs if it advances by "
+            "epochs. One of torch's keeps the length of the checkpoint when a run is made longer; one that the runner builds does not: set "
+            "scheduler.type='onecyclelr' instead."
+        )
+
+    def _advances_left(self) -> int | None:
+        """Return how often the schedule will advance at most before the run ends; `None` where that is not known."""
+        runner, state = self._runner, self._runner.state.train
+        epochs = None if runner.epochs is None else runner.epochs - state.epoch
+        if not self.by_update:
+            return epochs if interval_of(runner) == "epoch" else None
+        if runner.steps is None or epochs is None:
+            return None if runner.steps is None else runner.steps - state.global_step
+        # A run that goes on with another batch size has other updates in an epoch.
+        per_epoch = runner.steps // (epochs + state.epoch)
+        return min(runner.steps - state.global_step, epochs * per_epoch)
 
     # An update
 

@@ -200,3 +200,53 @@ def test_a_budget_may_be_set_after_construction(tmp_path: Path) -> None:
             and (tmp_path / "checkpoints" / "ckpt-e000002.pth").exists()
         )
     assert isinstance(runner, dl.TorchRunner)
+
+
+class OwnCycle(Noting):
+    """Sets torch's schedule, whose length is in its state."""
+
+    length: int | None = None
+    interval = "steps"
+
+    def build_scheduler(self) -> Any:
+        length = self.length or getattr(self, self.interval)
+        return torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.2, length)
+
+
+class ByEpoch(OwnCycle):
+    interval = "epochs"
+
+
+class TooShort(OwnCycle):
+    length = 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "budget", "interval"),
+    [
+        (OwnCycle, {"epochs": 2}, "step"),
+        (OwnCycle, {"steps": 6}, "step"),
+        (ByEpoch, {"epochs": 3}, "epoch"),
+    ],
+)
+def test_a_cycle_of_torch_that_ends_before_the_run_is_refused_before_an_update(
+    kind: type[OwnCycle], budget: dict[str, int], interval: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"scheduler": {"interval": interval}, "auto_resume": True}
+    with kind(settings(tmp_path, **budget, **given)) as runner:
+        runner.train()  # the cycle may end with the run
+    longer = {key: value + 1 for key, value in budget.items()}
+    with kind(settings(tmp_path, **longer, **given)) as runner:
+        with pytest.raises(ValueError, match="Expected a OneCycleLR that is as long as the run"):
+            runner.train()
+        assert not runner.rates
+
+
+def test_a_cycle_that_is_too_short_from_the_beginning_is_refused(tmp_path: Path) -> None:
+    with TooShort(settings(tmp_path, steps=6)) as runner:
+        with pytest.raises(ValueError, match="total_steps=5 for the 0 made and 6 to come"):
+            runner.train()
+        assert not runner.rates
+    with TooShort(settings(tmp_path, steps=5)) as runner:
+        runner.train()
+        assert len(runner.rates) == 5
