@@ -105,8 +105,9 @@ class KeptAttributes:
             }
         size = 0
         self.too_large = set()
+        declared = declared_names(runner, "saved")
         for name, value in values.items():
-            entry = snapshot.attribute(name, value)
+            entry = snapshot.attribute(name, value, declared=name in declared)
             if size + entry.size <= REMEMBERED_BYTES:
                 size += entry.size
                 # The encoding refers to the tensors of the program, which the update writes to.
@@ -139,10 +140,11 @@ class KeptAttributes:
     def digests(self) -> dict[str, bytes]:
         """Return a digest of each attribute and object in `metrics`, up to `COMPARED_BYTES` in sum. May be called on one rank."""
         snapshot = AttributeSnapshot(self._runner, with_metrics=True)
+        declared = declared_names(self._runner, "saved")
         size = 0
         found = {}
         for name, value in changeable_attributes(self._runner).items():
-            entry = snapshot.attribute(name, value)
+            entry = snapshot.attribute(name, value, declared=name in declared)
             if size + entry.size <= COMPARED_BYTES and entry.node != {"kind": "left"}:
                 size += entry.size
                 found[name] = snapshot.digest_of(entry.node)
@@ -169,9 +171,10 @@ class KeptAttributes:
     def _not_copied(self, large: Collection[str]) -> dict[str, object]:
         """Return by path what tells whether a value has changed that `remember` leaves out."""
         snapshot = AttributeSnapshot(self._runner, with_metrics=True)
+        declared = declared_names(self._runner, "saved")
         found = dict[str, object]()
         for name, value in changeable_attributes(self._runner).items():
-            entry = snapshot.attribute(name, value)
+            entry = snapshot.attribute(name, value, declared=name in declared)
             found.update({path: seen for path, seen in entry.left.items() if seen is not None})
             if name in large and entry.size <= COMPARED_BYTES:
                 found[name] = snapshot.digest_of(entry.node)

@@ -420,6 +420,72 @@ def test_too_large_attribute_to_restore_is_named_once(
     assert "self.bank: they take more than 64 MiB" in warned and "self.idle" not in warned
 
 
+class _Taught(dl.Runner):
+    """A frozen teacher with statistics, which follows the model, and is declared in `saved`."""
+
+    saved = ("teacher",)
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        inputs, targets = data_of(1, torch.float64)
+        self.datasets = {
+            "train": TensorDataset(inputs, targets),
+            "val": TensorDataset(inputs[-8:], targets[-8:]),
+        }
+        self.model, self.criterion = build(torch.float64)[0], nn.CrossEntropyLoss()
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def train_step(self, data: Any) -> Any:
+        inputs, targets = data
+        pred = self.model(inputs)
+        loss = self.criterion(pred, targets) + (pred - self.teacher(inputs)).square().mean()
+        self.backward(loss)
+        return pred, loss
+
+    def evaluate_step(self, data: Any) -> Any:
+        # In training mode: an evaluation moves the statistics too.
+        pred = self.teacher(data[0])
+        return pred, self.criterion(pred, data[1])
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        with torch.no_grad():
+            for own, of_model in zip(self.teacher.parameters(), self.model.parameters()):
+                own.lerp_(of_model, 0.1)
+
+
+def test_declared_module_is_put_back_after_a_skipped_update_and_a_trial(tmp_path: Path) -> None:
+    config = {"dir": str(tmp_path), "seed": 1, "log": False, "epochs": 1, "accum_steps": ACCUM}
+    config |= {"dataloader": {"batch_size": BATCH, "shuffle": False}, "skip_nonfinite_grad": True}
+    with _Taught(config | {"optim": {"type": "sgd", "lr": 0.1}}) as runner:
+        runner.train()
+    assert runner.train_state.skipped_updates == len(SPOILT)
+    inputs, targets = data_of(1, torch.float64)
+    model = build(torch.float64)[0]
+    teacher, criterion = copy.deepcopy(model).requires_grad_(False), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for update in range(UPDATES):
+        window = slice(update * ACCUM * BATCH, (update + 1) * ACCUM * BATCH)
+        if inputs[window].isnan().any():
+            continue
+        optimizer.zero_grad()
+        for begin in range(window.start, window.stop, BATCH):
+            ids = slice(begin, begin + BATCH)
+            pred = model(inputs[ids])
+            loss = criterion(pred, targets[ids]) + (pred - teacher(inputs[ids])).square().mean()
+            (loss / ACCUM).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for own, of_model in zip(teacher.parameters(), model.parameters()):
+                own.lerp_(of_model, 0.1)
+    teacher(inputs[-8:-4])
+    teacher(inputs[-4:])
+    torch.testing.assert_close(runner.model.state_dict(), model.state_dict(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        runner.teacher.state_dict(), teacher.state_dict(), rtol=0, atol=1e-12
+    )
+
+
 class _StopsWhereItSkips(dl.Runner):
     """Skips its fourth update, at whose number it stops: one that comes again if the end of it was not saved."""
 
