@@ -635,7 +635,8 @@ class TorchRunner(BaseRunner):
         """Run one micro-batch forward and backward. Called on all ranks, `accum_steps` times an update.
 
         Override it to compute the loss in your own way, and call `self.backward(loss)` with the mean-reduced loss of the batch. Enter
-        `forward_context`, which is autocast, and `train_context`, in which only the last micro-batch communicates, as the default does.
+        `forward_context`, which is autocast, as the default does. An override runs in the context of a stack in which only the last
+        micro-batch communicates; one that enters `train_context` also enters what you have overridden that with.
         Called by a user, it runs one micro-batch of the open window, moved to the device and weighted as in the loops; `step()` makes the
         update.
 

@@ -128,6 +128,10 @@ class UpdateStep:
         if not runner._overrides_any("_run_train_step"):
             # That of `TorchRunner` calls its argument. So does this, which is written in C, with one call less.
             self._run_step = call
+        own_step = is_overridden(runner, "train_step") or "train_step" in vars(runner)
+        # With several optimizers, `optimizing` enters the context of each.
+        if own_step and phases is None:
+            self._run_step = self._run_own_step
         self._own_backward = is_overridden(runner, "backward")
         self.moves_batches = True
         """Whether `to_device` does something."""
@@ -275,6 +279,16 @@ class UpdateStep:
             self.skipped.look()
         runner.state.train.micro_step += 1
         return returned
+
+    def _run_own_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+        """Call a `train_step` of the program's, which need not enter `train_context` itself.
+
+        DistributedDataParallel decides in the forward whether the backward reduces. Without the context each micro-batch would, and ranks
+        with different numbers of them would meet in the wrong reductions.
+        """
+        runner = self._runner
+        with runner.reduction.context(last=runner.window.reduces):
+            return runner._run_train_step(step, data)
 
     @contextmanager
     def _cut_forward(self) -> Iterator[None]:

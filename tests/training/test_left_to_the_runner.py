@@ -12,6 +12,7 @@ from support.processes import run_processes
 from support.stacks import needs_deepspeed
 from support.toys import differences, line_of, settings
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import danling as dl
 from danling.utils.tensors import whole
@@ -100,6 +101,56 @@ def test_zero_grad_loses_nothing_if_an_engine_has_taken_the_gradients(
         for where in (None, "before")
     )
     assert differences(plain, zeroed) == []
+
+
+class Uneven(dl.Runner):
+    """Has as many batches as its rank allows, and a step that enters no context."""
+
+    def __init__(self, config: Mapping[str, Any], batches: list[list[list[int]]]) -> None:
+        super().__init__(config)
+        torch.manual_seed(2)
+        self.model, self.criterion = nn.Linear(3, 1), nn.MSELoss()
+        mine = batches[self.data_domain.rank]
+        self.dataloaders = {"train": DataLoader(line_of(16), batch_sampler=mine)}
+
+    def train_step(self, data: Any) -> Any:
+        pred = self.model(data[0])
+        loss = self.criterion(pred, data[1])
+        self.backward(loss)
+        return pred, loss
+
+
+UNEVEN = [
+    [[0], [1, 2], [3], [4, 5], [6], [7]],
+    [[8], [9, 10, 11], [12], [13, 14]],
+]
+"""Of the two ranks. The last update has three micro-batches on the first, and one on the second."""
+
+
+def uneven_weights(root: str, stack: str) -> dict[str, Tensor]:
+    config = settings(root, epochs=1, accum_steps=3, stack=stack)
+    with Uneven(config, UNEVEN) as runner:
+        runner.train()
+        return {name: value.clone() for name, value in runner.model_state_dict().items()}
+
+
+@pytest.mark.parametrize("stack", ["ddp", "accelerate"])
+def test_step_without_context_may_have_other_windows_on_other_ranks(
+    stack: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(2)
+    model = nn.Linear(3, 1)
+    inputs, targets = line_of(16).tensors
+    for first in (0, 3):
+        update = [row for mine in UNEVEN for batch in mine[first : first + 3] for row in batch]
+        loss = nn.functional.mse_loss(model(inputs[update]), targets[update])
+        for parameter, gradient in zip(
+            model.parameters(), torch.autograd.grad(loss, list(model.parameters()))
+        ):
+            parameter.data.sub_(0.1 * gradient)
+    for weights in run_processes(uneven_weights, str(tmp_path), stack):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
 
 
 def refused(root: str, stack: dict[str, Any]) -> bool:
