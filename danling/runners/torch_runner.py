@@ -442,6 +442,7 @@ class TorchRunner(BaseRunner):
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Return the context of a forward: autocast of `config.precision`."""
+        self.precision.is_entered = True
         return self.precision.autocast()
 
     # Training

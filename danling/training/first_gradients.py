@@ -40,7 +40,8 @@ class FirstGradients(Observer):
     """Warns of parameters whose gradients and optimizer do not go together in the first update, then removes itself.
 
     These are trained parameters without a gradient (not with several optimizers, each of which has its own updates), parameters with
-    a gradient that neither the model nor an optimizer has, and gradients that a loss scaler of the program's has left scaled.
+    a gradient that neither the model nor an optimizer has, and gradients that a loss scaler of the program's has left scaled. Also named
+    is a `train_step` whose forward the precision of the run does not reach.
     """
 
     def __init__(self, runner: TorchRunner, *, has_phases: bool) -> None:
@@ -64,6 +65,10 @@ class FirstGradients(Observer):
                 if isinstance(each, torch.amp.GradScaler) and each.is_enabled()
             }
 
+    def micro_batch_started(self, data: object, *, read: object, samples: float) -> None:
+        """Forget contexts that were entered before, such as those of the evaluation that is tried before the first update."""
+        self._runner.precision.is_entered = False
+
     def gradients_ready(self, totals: StepTotals, norm: Tensor) -> None:
         """Look at the gradients. Called on all ranks."""
         runner = self._runner
@@ -72,6 +77,7 @@ class FirstGradients(Observer):
             return
         runner.observers.remove(self)
         self._name_scalers()
+        self._name_precision()
         optimized = runner.preparation.optimized_parameters(runner.optimizer)
         self._name_unknown(optimized)
         # Each of several optimizers has its own updates, in which the parameters of the others have no gradient.
@@ -103,6 +109,21 @@ class FirstGradients(Observer):
                     "Set precision='fp16', with which the runner scales losses itself, and remove it.",
                     *(name, type(scaler).__name__),
                 )
+
+    def _name_precision(self) -> None:
+        """Name a precision that has no effect, since `train_step` has not entered the context that casts."""
+        runner = self._runner
+        steps = is_overridden(runner, "train_step") and not is_overridden(runner, "forward_context")
+        # A DeepSpeed engine with weights in bfloat16 sets a precision by itself.
+        is_set = runner.precision.dtype is not None and runner.config.precision is not None
+        if not (steps and is_set) or runner.precision.is_entered or not runner.is_main_process:
+            return
+        logger.warning(
+            "Expected train_step to enter self.forward_context(), in which precision=%r casts. Received: a first update without it, so "
+            "that the forward ran in the precision of the weights, unless train_step casts by itself. Write `with self.forward_context():` "
+            "around the forward and the loss, before self.backward(loss).",
+            runner.config.precision,
+        )
 
     def _name_unknown(self, optimized: Iterable[nn.Parameter]) -> None:
         """Name parameters outside of the model that the loss depends on. May be called on one rank."""

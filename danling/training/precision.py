@@ -26,6 +26,7 @@ class Precision:
         dtype: Autocast dtype, `None` for full precision.
         autocast: Returns the context of a forward.
         scaler: `torch.amp.GradScaler` for float16, else `None`.
+        is_entered: Whether `forward_context` was asked for since this was last set to `False`.
 
     Raises:
         ValueError: If the name is unknown.
@@ -41,6 +42,7 @@ class Precision:
         self.autocast: Callable[[], AbstractContextManager[object]] = no_autocast
         if self.dtype is not None:
             self.autocast = partial(torch.autocast, device.type, dtype=self.dtype)
+        self.is_entered = False
         self._device = device
         self.scaler = self.new_scaler()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,39 @@ def test_a_parameter_without_a_gradient_is_named_once(
     messages = said("Expected a gradient for every parameter")
     assert len(messages) == 1
     assert "for spare.weight, spare.bias. The loss" in messages[0]
+
+
+class OwnStep(Trained):
+    """Computes the loss in its own step, in the context of the forward or not."""
+
+    is_cast = False
+
+    def train_step(self, data: Any) -> Any:
+        with self.forward_context() if self.is_cast else nullcontext():
+            pred = self.model(data[0])
+            loss = self.criterion(pred.float(), data[1])
+        self.dtype = pred.dtype
+        self.backward(loss)
+        return pred, loss
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_cast", "dtype", "lines"),
+    [("bf16", False, torch.float32, 1), ("bf16", True, torch.bfloat16, 0), (None, False, torch.float32, 0)],
+)  # fmt: skip
+def test_precision_that_an_own_step_does_not_use_is_named_once(
+    precision: str | None,
+    is_cast: bool,
+    dtype: torch.dtype,
+    lines: int,
+    tmp_path: Path,
+    said: Any,
+) -> None:
+    with OwnStep(settings(tmp_path, steps=3, accum_steps=2, precision=precision)) as runner:
+        runner.is_cast = is_cast
+        runner.train()
+        assert runner.dtype == dtype
+    assert len(said("Expected train_step to enter self.forward_context()")) == lines
 
 
 def test_right_program_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
