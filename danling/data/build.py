@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from danling.utils.devices import pins_memory
-from danling.utils.messages import did_you_mean
+from danling.utils.messages import did_you_mean, name_of_code
 
 from .loader import DataLoader, StreamLoader
 from .order import OrderedDataset
@@ -30,6 +30,8 @@ SETTINGS = {*inspect.signature(TorchDataLoader).parameters, *OWN} - {"dataset"}
 """Valid names under `dataloader`: the arguments of torch's `DataLoader`, and what an update is made of."""
 _OPEN = frozenset({"sampler", "batch_sampler", "generator", "shuffle", "drop_last"})
 """Settings that are left out where they are `None`: the library then decides."""
+_OBJECTS = ("collate_fn", "worker_init_fn", "sampler", "batch_sampler")
+"""Settings that are functions or objects of the program, of which a file or a checkpoint keeps only the name."""
 _DECIDED = {
     "batch_sampler": ("batch_size", "sampler", "shuffle", "drop_last"),
     "sampler": ("shuffle",),
@@ -155,6 +157,10 @@ def _check_settings(
             f"Expected dataloader settings out of {sorted(SETTINGS)}. Received: {unknown[0]!r} for split {split!r}."
             f"{did_you_mean(unknown[0], [*SETTINGS, split])}"
         )
+    for name in _OBJECTS:
+        value = settings.get(name)
+        if isinstance(value, str):
+            raise ValueError(name_of_code(f"dataloader.{name}", value, f" of split {split!r}"))
     if settings.get("own_state"):
         raise ValueError(
             f"Expected a StatefulDataLoader in self.dataloaders[{split!r}] with dataloader.own_state=true. Received: a "

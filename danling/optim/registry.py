@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR
 
-from danling.utils.messages import did_you_mean
+from danling.utils.messages import did_you_mean, name_of_code
 
 from .arguments_of_step import needs_metric, takes_position
 from .muon import ShardedMuon
@@ -413,6 +413,16 @@ class SchedulerRegistry(Registry):
         """Build a scheduler."""
         self.check_options(type, options)
         builder = self.lookup(type)
+        for option, parameter in inspect.signature(builder).parameters.items():
+            value = options.get(option)
+            # Of a list of functions too, one for each group of parameters.
+            names = [
+                each
+                for each in (value if isinstance(value, (list, tuple)) else [value])
+                if isinstance(each, str)
+            ]
+            if names and "Callable" in str(parameter.annotation):
+                raise ValueError(name_of_code(f"scheduler.{option}", names[0]))
         if "schedulers" in options:
             options["schedulers"] = [
                 self.build(optimizer, **part) if isinstance(part, Mapping) else part

@@ -43,6 +43,16 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
     return f" Did you mean {match!r}?" if match else ""
 
 
+def name_of_code(key: str, text: str, where: str = "") -> str:
+    """Return the error for a name where an object of the program is needed: a file or a checkpoint keeps only that of a function."""
+    last = key.rpartition(".")[2]
+    return (
+        f"Expected {key}{where} to be a function or an object. Received: the text {text!r}. Files and checkpoints hold no code, only "
+        f"such a name. Set the object itself in the program: `self.config.{key} = {last}` in `__init__` of the runner, or over the "
+        f"stored settings, `from_checkpoint(path, {{{key!r}: {last}}})`."
+    )
+
+
 _COMMA = re.compile(r"([-+]?\d+),(\d+([eE][-+]?\d+)?)")
 _PERCENT = re.compile(r"([-+]?\d+(?:\.\d+)?) ?%")
 

@@ -84,6 +84,10 @@ class Unsized(list[int]):
         (range(4), {"num_workers": 2, "in_order": False}, "in_order=True for split 'train'"),
         (range(4), {"generator": torch.Generator()}, r"no dataloader\.generator for split 'train'"),
         (Unsized(), {}, "split 'train' to be a map-style dataset"),
+        *(
+            (range(4), {name: "mine.pad"}, rf"dataloader\.{name} of split 'train' to be a function")
+            for name in ("collate_fn", "worker_init_fn", "sampler", "batch_sampler")
+        ),
     ],
 )
 def test_bad_datasets_and_settings_are_refused(

@@ -199,6 +199,43 @@ def test_from_checkpoint_and_from_pretrained() -> None:
         assert torch.equal(plain.model[0].weight, first.model[0].weight)
 
 
+def _in_pairs(rows: list[Any]) -> Any:
+    return torch.utils.data.default_collate(rows)
+
+
+def _halved(step: int) -> float:
+    return 0.5 ** (step // 9)
+
+
+@pytest.mark.parametrize(
+    ("key", "function"),
+    [
+        ("dataloader.collate_fn", _in_pairs),
+        ("dataloader.worker_init_fn", id),
+        ("scheduler.lr_lambda", _halved),
+    ],
+)
+def test_from_checkpoint_asks_for_functions_of_which_a_checkpoint_has_the_names(
+    key: str, function: Any
+) -> None:
+    given = dl.RunnerConfig(settings(scheduler={"type": "constant"}))
+    if key.startswith("scheduler"):
+        given.merge({"scheduler": {"type": "lambdalr"}, "scheduler.interval": "step"})
+    given.merge({key: function})
+    with Classifier(given) as whole:
+        whole.train()
+    given = given.clone()
+    given.merge({"epochs": 1, "lineage": "first"})
+    with Classifier(given) as first:
+        first.train()
+        path = first.workspace.checkpoints / "latest.pth"
+    with pytest.raises(ValueError, match=f"Expected {key}.* to be a function.*from_checkpoint"):
+        Classifier.from_checkpoint(path, {"epochs": 2})
+    with Classifier.from_checkpoint(path, {"epochs": 2, key: function}) as resumed:
+        resumed.train()
+    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_learns(precision: str) -> None:
     with Classifier(settings(epochs=6, precision=precision, max_grad_norm=1.0)) as runner:
