@@ -18,7 +18,7 @@ from danling.optim.state import inner_optimizers
 from danling.utils.encoding import is_of_numpy, without_numpy
 from danling.utils.messages import listed
 from danling.utils.observers import Observer
-from danling.utils.tensors import local_part
+from danling.utils.tensors import has_strided_values, is_plain_tensor, local_part
 from danling.utils.trees import tensors
 
 from .pass_settings import PassSettings, modules_of
@@ -37,6 +37,8 @@ _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, Counter)
 _OF_OPTIMIZER = ("defaults", "param_groups", "state")
 _LARGEST = 10_000
 """Most items of a container, or bytes of an array, that are compared."""
+_SAMPLES = 16
+"""Most values of a tensor in an optimizer that are compared."""
 _LOOKS = 8
 """Updates of a training after each of which the numbers that it has made are looked at."""
 
@@ -47,6 +49,8 @@ class UnsavedChanges(Observer):
     So are lists, dictionaries, arrays of numbers and plain tensors that the program begins with, if they change after the first update:
     else they may be filled once. A list of so many whole numbers may have sizes, and is left out; so is an array or a tensor that gets
     another shape, which is something of the batch, and a tensor that has had a graph, which each forward computes.
+
+    Of an optimizer, tensors of any size count too, and lists and dictionaries of them, such as moments that it keeps by itself.
 
     Left out are names that begin with an underscore, flags of an optimizer, what `on_pass_start` has set, which is saved, and components
     whose class overrides `get_extra_state` or `state_dict`.
@@ -201,7 +205,11 @@ class UnsavedChanges(Observer):
                 if type(value) is Tensor and value.requires_grad:
                     self._computed.add(at)
                 if type(value) in _CONTAINERS or type(value) is Tensor or is_of_numpy(value):
-                    if at in self._computed or (value := _contents(value)) is None:
+                    # Those of an engine hold the weights, and are saved by it.
+                    keeps_tensors = base is Optimizer and self._runner.stack != "deepspeed"
+                    held = _own_tensors(component, value) if keeps_tensors else []
+                    value = _sampled(held) if held else _contents(value)
+                    if at in self._computed or value is None:
                         continue
                 elif type(value) not in _NUMBERS or isinstance(value, left_out):
                     continue
@@ -237,6 +245,32 @@ def _contents(value: Any) -> _Contents | None:
     if isinstance(value, list) and all(type(item) is int for item in value):
         text.sizes = len(value)
     return text
+
+
+def _own_tensors(optimizer: Any, value: object) -> list[Tensor]:
+    """Return the tensors in an attribute of an optimizer that are neither of its state nor weights."""
+    found = [tensor for _, tensor in tensors(list(value) if isinstance(value, deque) else value)]
+    if not found:
+        return []
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    known = {id(tensor) for _, tensor in tensors([*optimizer.state.values(), *parameters])}
+    weights = {local_part(each.detach()).data_ptr() for each in parameters}
+    own = []
+    for each in found:
+        local = local_part(each.detach())
+        is_plain = is_plain_tensor(local) and has_strided_values(local)
+        if is_plain and id(each) not in known and local.data_ptr() not in weights:
+            own.append(each)
+    return own
+
+
+def _sampled(held: list[Tensor]) -> _Contents:
+    """Return some values of each tensor: all of them may take as much memory as the weights."""
+    texts = []
+    for tensor in held:
+        values = local_part(tensor.detach()).reshape(-1)
+        texts.append(str(values[:: max(values.numel() // _SAMPLES, 1)][:_SAMPLES].tolist()))
+    return _Contents(" ".join(texts))
 
 
 def _in_memory(shape: tuple[int, ...], data: bytes) -> _Contents:
@@ -284,6 +318,8 @@ def _is_same(before: object, value: object) -> bool:
 
 def _members(optimizer: Any) -> list[Any]:
     """Return the optimizers of the program: those of a `JointOptimizer`, or the one that there is."""
+    if type(optimizer).__module__.startswith("accelerate."):
+        optimizer = optimizer.optimizer
     return list(optimizer.optimizers) if isinstance(optimizer, JointOptimizer) else [optimizer]
 
 

@@ -209,6 +209,40 @@ class Returned(Sam):
         self.base.param_groups = self.param_groups
 
 
+class Moments(torch.optim.Optimizer):
+    """Keeps its moments by itself: in a list, in a dictionary that begins empty, and one as an attribute."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.parameters = [each for group in self.param_groups for each in group["params"]]
+        self.first = [torch.zeros_like(each) for each in self.parameters]
+        self.second: dict[Tensor, Tensor] = {}
+        self.fastest = torch.zeros(10_000)
+        self.table: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.table["dynamic"] = torch.ones(2)
+        for each, first in zip(self.parameters, self.first):
+            first.mul_(0.9).add_(each.grad)
+            before = self.second.get(each, torch.ones_like(each))
+            self.second[each] = 0.9 * before + each.grad.square()
+            self.fastest.mul_(0.9).add_(first.abs().max())
+            each.sub_(0.02 * first / self.second[each].sqrt() / (1 + self.fastest[-1]))
+
+
+class InState(torch.optim.SGD):
+    """Has a list of what is in its state, too."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.buffers: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.buffers = [each["momentum_buffer"] for each in self.state.values()]
+
+
 class Begins(torch.optim.SGD):
     """Notes that it has begun, as optimizers of bitsandbytes do."""
 
@@ -288,6 +322,14 @@ CASES: dict[str, tuple[Any, Any, Any, str, tuple[str, ...]]] = {
     "sizes": (Sized, nn.MSELoss, torch.optim.SGD, "", ()),
     "extra state": (Declared, nn.MSELoss, torch.optim.SGD, "train_step", ()),
     "state_dict of the optimizer": (Annealed, nn.MSELoss, Returned, "", ()),
+    "tensors of the optimizer": (
+        Annealed,
+        nn.MSELoss,
+        Moments,
+        "",
+        ("optimizer.first", "optimizer.second", "optimizer.fastest"),
+    ),
+    "list of the state of the optimizer": (Annealed, nn.MSELoss, InState, "", ()),
     "flag of the optimizer": (Annealed, nn.MSELoss, Begins, "", ()),
     "on_pass_start": (Annealed, nn.MSELoss, torch.optim.SGD, "on_pass_start", ()),
     "nothing": (Annealed, nn.MSELoss, torch.optim.SGD, "", ()),
@@ -336,6 +378,18 @@ def test_a_resume_gives_the_same_or_what_it_lacks_was_named(
     assert sum(sum(f" {name}" in line for line in lines) for name in names) == len(names)
     if not names:
         assert not lines + lines_of_first + said()
+
+
+def test_optimizer_that_accelerate_wraps_is_looked_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("accelerate")
+    config = settings(tmp_path, dataloader={"batch_size": 2}, steps=STEPS, stack="accelerate")
+    with Run(config, Annealed, nn.MSELoss, Moments, "") as run:
+        run.train()
+    assert (
+        "Training has changed optimizer.first, optimizer.second, optimizer.fastest" in caplog.text
+    )
 
 
 def test_an_inner_optimizer_that_loses_the_groups_is_named(
