@@ -374,7 +374,8 @@ def refuse(layout: Update, distinct: int) -> None:
     if layout.first["has_runner"]:
         raise NotChecked(
             "the script trains by a runner of danling, which divides the samples over its ranks by itself. Check it by "
-            "`danling check-layout LAYOUT -- python ...`"
+            f"`danling check-layout ddp={len(layout.ranks)} -- python ...`, or with the axes that it trains on, such as "
+            f"shard={len(layout.ranks)}"
         )
     norms = sorted({name for rank in layout.ranks for name in rank["batch_norm"]})
     if norms and distinct > 1:

@@ -94,7 +94,7 @@ with Runner(dl.RunnerConfig({"epochs": 1, "dataloader": {"batch_size": 4}})) as 
 
 def test_program_of_the_library_is_left_to_its_own_check(tmp_path: Path) -> None:
     code, report = proved(tmp_path, script=RUNNER)
-    assert code == 2 and "danling check-layout" in report["summary"], report
+    assert code == 2 and "`danling check-layout ddp=2 -- python ...`" in report["summary"], report
 
 
 @pytest.mark.parametrize("case", REFUSED)
