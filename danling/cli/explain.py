@@ -83,8 +83,9 @@ def explain(run: Run) -> dict[str, list[str]]:
         first, last = (f"{rates[at]:.3g} at step {steps[at]:.0f}" for at in (0, -1))
         sections["rate"] = [f"learning rate {first}, {max(rates):.3g} at most, {last}"]
     results = []
+    unit = "epoch" if config.get("epochs") else "step"
     if run.best:
-        best = f"{as_text(run.best.get('score'))} at {as_text(run.best.get('index'))}"
+        best = f"{as_text(run.best.get('score'))} at {unit} {as_text(run.best.get('index'))}"
         results.append(f"best {as_text(run.score_name)} {best}")
     if run.results:
         last_index, of_splits = max(run.results.items())
@@ -92,7 +93,7 @@ def explain(run: Run) -> dict[str, list[str]]:
             _line({f"{split}/{name}": value for name, value in of.items()})
             for split, of in of_splits.items()
         ]
-        results.append(f"last, at {last_index}: {', '.join(figures)}")
+        results.append(f"last, at {unit} {last_index}: {', '.join(figures)}")
     sections["results"] = results
     sizes = checkpoint_sizes(directory)
     sections["disk"] = ["no checkpoint here"]

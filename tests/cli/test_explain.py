@@ -74,7 +74,7 @@ def test_one_process(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         and f"torch {torch.__version__}" in found["environment"]
     )
     best = json.loads((run / "best.json").read_text())
-    assert f"best val/acc {best['score']:.5g} at {best['index']}" in found["results"]
+    assert f"best val/acc {best['score']:.5g} at step {best['index']}" in found["results"]
     assert found["checkpoints"] == "manager FileCheckpointManager, interval 4"
     one = (run / "checkpoints" / "latest.pth").stat().st_size
     assert f"the last one {one / 1000:.3g} kB" in found["disk"]
