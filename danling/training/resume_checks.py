@@ -100,8 +100,8 @@ def log_exclusions(
         level = logging.WARNING if was_named else logging.INFO
         logger.log(
             level,
-            "%s is loaded: the run of this checkpoint left it out when it began, as checkpoint.exclude_from_loading asks for, and has "
-            "saved its own since. With `pretrained` the weights of a checkpoint are loaded without it.",
+            "%s is loaded: checkpoint.exclude_from_loading left it out when this run began, and the checkpoint has what the run has "
+            "trained since. `pretrained` loads the weights of a checkpoint without it.",
             ", ".join(loaded_since),
         )
     if excluded.entries:

@@ -115,7 +115,7 @@ def test_parts_left_out_at_a_start_are_left_out_once(tmp_path: Path, base: Path)
         found = state(runner)
         assert torch.equal(found["head.weight"], before["head.weight"])
         said = runner.workspace.log_file.read_text()
-        assert "model.head is loaded: the run of this checkpoint left it out" in said
+        assert "model.head is loaded: checkpoint.exclude_from_loading left it out when this" in said
         assert (
             "Left out, as checkpoint.exclude_from_loading asks for: model.backbone, optimizer."
             in said
