@@ -472,6 +472,18 @@ def rebuilt(scheduler: Any, optimizer: Optimizer, build: Callable[[], Any]) -> A
     return new
 
 
+def put_beginning_of_schedule(optimizer: Optimizer, options: Options) -> None:
+    """Put what a schedule that begins has written into the groups into an optimizer that was restored. No communication.
+
+    The rates of the checkpoint are those of the schedule that is left out: torch's schedules would multiply them further.
+    """
+    for group, own in zip(optimizer.param_groups, options):
+        moved = {"lr", *OF_SCHEDULES}
+        if "max_momentum" in own:
+            moved |= {"momentum", "betas"}
+        group.update({name: own[name] for name in moved & own.keys()})
+
+
 def put_rates_of(scheduler: Any) -> None:
     """Put the rates of a schedule into its optimizer, of which only the schedule was restored. No communication."""
     for each in scheduler if isinstance(scheduler, JointScheduler) else [scheduler]:

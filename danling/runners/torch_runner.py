@@ -34,6 +34,7 @@ from danling.optim.state import (
     enter_training,
     evaluation_weights,
     options_of,
+    put_beginning_of_schedule,
     put_rates_of,
     rebuilt,
 )
@@ -1116,6 +1117,8 @@ class TorchRunner(BaseRunner):
             self.ema.reset()
         if self.optimizer is not None and "optimizer" in payload:
             allows = self.run_state.excluded.allows_setting
+            if "scheduler" in excluded and self.scheduler is not None:
+                put_beginning_of_schedule(self.optimizer, options)
             if "optimizer.param_groups" in excluded and "scheduler" in payload:
                 put_rates_of(self.scheduler)
                 adopt_options(self.optimizer, self.scheduler, options, lambda name: name == "lr")

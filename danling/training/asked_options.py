@@ -17,7 +17,7 @@ from danling.optim.schedule_state import (
     kind_of_schedule,
     options_of_schedule,
 )
-from danling.optim.state import HOW
+from danling.optim.state import HOW, rates_of
 from danling.utils.encoding import without_numpy
 from danling.utils.messages import listed
 from danling.utils.observers import Observer
@@ -117,6 +117,22 @@ class AskedOptions:
         }
         if self._runner.is_main_process:
             self._warn(differ)
+            before_class = stored.get("class", "NoneType")
+            if self._runner.scheduler is None and before_class != "NoneType":
+                self._warn_of_missing_schedule(before_class)
+
+    def _warn_of_missing_schedule(self, before: str) -> None:
+        """Name rates that a schedule has left in the optimizer, and that none moves any more."""
+        now = rates_of(self._runner.optimizer)
+        here = [self._here.get(f"optimizer.{number}.lr") for number in range(len(now))]
+        if now != here:
+            logger.warning(
+                "The run of the checkpoint had a schedule, %s, and this one has none: the learning rate stays as it was at the save, %s "
+                "(here %s). For the program's, add 'optimizer.param_groups' to checkpoint.exclude_from_loading.",
+                before,
+                _shown(now[0] if len(now) == 1 else now),
+                _shown(here[0] if len(here) == 1 else here),
+            )
 
     def _warn(self, differ: Mapping[str, str]) -> None:
         options: dict[str, None] = {}

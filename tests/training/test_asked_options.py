@@ -337,6 +337,67 @@ OF_NUMPY: dict[str, tuple[Make | None, Make]] = {
 }
 
 
+BEGINNING: dict[str, tuple[Make, Make]] = {
+    "cosine": (
+        partial(schedules.CosineAnnealingLR, T_max=3),
+        partial(schedules.StepLR, step_size=2),
+    ),
+    "warmup": (
+        partial(schedules.StepLR, step_size=1, gamma=0.5),
+        partial(schedules.LinearLR, start_factor=0.25, total_iters=4),
+    ),
+    "momentum": (
+        partial(schedules.OneCycleLR, max_lr=0.2, total_steps=9),
+        partial(schedules.OneCycleLR, max_lr=0.1, total_steps=7),
+    ),
+    "closed form": (
+        partial(schedules.CosineAnnealingLR, T_max=3),
+        partial(schedules.LambdaLR, lr_lambda=Power(0.5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BEGINNING)
+def test_schedule_that_is_left_out_begins_with_its_own_rates(case: str, tmp_path: Path) -> None:
+    first, second = BEGINNING[case]
+    sizes: dict[str, Any] = {"dataloader": {"batch_size": 8, "shuffle": False}}
+    before = train(tmp_path / "first", 3, first, **sizes)
+    model = torch.nn.Linear(4, 2)
+    model.load_state_dict(before.unwrapped_model.state_dict())
+    found = train(
+        tmp_path / "second",
+        6,
+        second,
+        **sizes,
+        resume=str(tmp_path / "first/checkpoints/latest.pth"),
+        checkpoint={"exclude_from_loading": ["scheduler"]},
+    )
+    # By hand: the moments of the checkpoint, and a schedule over an optimizer that has just been made.
+    optimizer: Any = sgd(model.parameters())
+    schedule = second(optimizer)
+    of_checkpoint: Any = before.optimizer
+    for own, theirs in zip(model.parameters(), before.unwrapped_model.parameters()):
+        optimizer.state[own]["momentum_buffer"] = of_checkpoint.state[theirs]["momentum_buffer"]
+    inputs, targets = before.datasets["train"].tensors
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+    torch.testing.assert_close(weight(found), model.weight.detach())
+
+
+def test_schedule_that_the_program_has_no_more_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 4, partial(schedules.StepLR, step_size=2, gamma=0.5))
+    said(caplog)
+    run: Any = train(tmp_path, 6, None)
+    (line,) = said(caplog)
+    assert "had a schedule, StepLR, and this one has none" in line and "0.025 (here 0.1)" in line
+    assert run.optimizer.param_groups[0]["lr"] == 0.025
+
+
 @pytest.mark.parametrize("name", OF_NUMPY)
 def test_numbers_of_numpy_are_saved_and_come_back(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
