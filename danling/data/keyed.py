@@ -16,11 +16,13 @@ from danling.utils.tensors import shapes_of
 
 from .collation import collate
 from .dataset_state import (
+    changed_attributes,
     from_plain,
     get_states,
     is_equal,
     is_stateful,
     parts_of,
+    plain_attributes,
     stateful_parts,
     to_plain,
 )
@@ -53,8 +55,13 @@ class KeyedDataset(WorkersView, Dataset[Any]):
         ranks: tuple[int, ...] = (),
         collate_fn: Callable[[Any], Any] | None = None,
         make: Callable[[Any], Any] | None = None,
+        is_watched: bool = False,
     ) -> None:
         self.dataset = dataset
+        self.is_watched = is_watched
+        """Whether the first worker names what reading changes in its copy."""
+        self._seen: dict[str, object] | None = None
+        """Numbers and texts of the dataset after the first batch of a worker."""
         self.seed, self.split, self.ranks = seed, split, ranks
         self.collate_fn = collate_fn
         """The user's, which may draw random numbers."""
@@ -103,7 +110,35 @@ class KeyedDataset(WorkersView, Dataset[Any]):
                 "let what changes follow from set_epoch."
             )
         is_new = is_first and self._generators is not None and self._generators.look()
-        return self._read(key, single) if is_new else data
+        if is_new:
+            data = self._read(key, single)
+        if self.is_watched:
+            self._name_changed()
+        return data
+
+    def _name_changed(self) -> None:
+        """Name once the numbers and texts of the dataset that reading changes in a worker, whose copy no save looks at.
+
+        What the first batch sets may be made at first use; what the second one changes too is a count, or follows from one.
+        """
+        info = get_worker_info()
+        if info is None:
+            return
+        now = plain_attributes(self.dataset)
+        if self._seen is None and info.id == 0:
+            self._seen = now
+            return
+        self.is_watched = False
+        names = changed_attributes(self._seen or now, now)
+        if names:
+            logger.warning(
+                "Reading changes the dataset of split %r (%s): %s. Each of its workers changes a copy, which is in no checkpoint and "
+                "is lost with the worker: if samples depend on it, a resumed run reads others. Let it follow from the index or from "
+                "set_epoch.",
+                self.split,
+                type(self.dataset).__name__,
+                ", ".join(sorted(name.removeprefix(".") for name in names)),
+            )
 
     def _read(self, key: BatchKey, single: bool) -> object:
         dataset, indices = self.dataset, key.indices

@@ -122,6 +122,7 @@ class KeyedLoader(LibraryLoader):
         self.stateful = stateful_parts(dataset)
         self.set_by_epoch: set[str] = set()
         self.is_ahead = False
+        self._is_watched = order.rank == 0
         self._copies: DatasetCopies | None = None
         """What the dataset was like when workers that are kept began."""
         self._copied_states: dict[str, object] | None = None
@@ -195,6 +196,8 @@ class KeyedLoader(LibraryLoader):
 
     def _view(self) -> dict[str, Any]:
         own = self._own_collate
+        # Workers that begin later would say it again.
+        is_watched, self._is_watched = self._is_watched, False
         dataset = KeyedDataset(
             self.dataset,
             self.order.seed,
@@ -203,6 +206,7 @@ class KeyedLoader(LibraryLoader):
             ranks=self.order.ranks,
             collate_fn=own,
             make=self.collate_fn,
+            is_watched=is_watched,
         )
         return {"dataset": dataset, "collate_fn": _as_is}
 

@@ -263,3 +263,42 @@ def test_state_written_by_training_comes_back_after_a_kill(tmp_path: Path, world
     assert any(outcome.exit_code == -signal.SIGKILL for outcome in killed)
     resumed = run_processes(train_changed_by_loss, parts, Stateful(), world_size=world_size)
     assert resumed == whole and whole[0][1] == []
+
+
+class Counting(Scaled):
+    """Changes a number with each sample, or with the first one only."""
+
+    count = 0
+    is_open = False
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if self.way == "count":
+            self.count += 1
+        elif not self.is_open:
+            self.is_open = True
+        return super().__getitem__(index)
+
+
+class Reading(dl.Runner):
+    def __init__(self, config: dict[str, Any], way: str) -> None:
+        super().__init__(config)
+        self.model, self.criterion = nn.Linear(1, 1), nn.MSELoss()
+        self.datasets = {"train": Counting(way)}
+
+    def train_step(self, data: dict[str, Tensor]) -> Any:
+        return super().train_step((data["input"], data["target"]))
+
+
+@pytest.mark.parametrize(("way", "lines"), [("count", 1), ("open", 0)])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_reading_changes_in_workers_is_named_once(
+    way: str, lines: int, persistent: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loader = {"batch_size": 1, "num_workers": 2, "persistent_workers": persistent}
+    config = {"epochs": 2, "seed": 1, "dir": str(tmp_path), "log": False, "dataloader": loader}
+    with Reading({**config, "optim": {"type": "sgd", "lr": 1e-4}}, way) as runner:
+        runner.train()
+    told = [line for line in capfd.readouterr().err.splitlines() if "Reading changes" in line]
+    assert len(told) == lines
+    if lines:
+        assert "(Counting): count. Each of its workers" in told[0]
