@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from danling.data.sampler import part
 from danling.distributed import Domain, StepTotals
 from danling.training.canonical_sum import CanonicalSum, Tree, order_free_norm
+from danling.training.precision import NO_CONTEXT
 from danling.training.reduction import GradientReduction, scale_gradients
 from danling.utils.devices import sent
 from danling.utils.messages import listed
@@ -223,9 +224,15 @@ class MeshReduction(GradientReduction):
 
     def context(self, *, last: bool) -> AbstractContextManager[object]:
         """Tell FSDP2 whether to reduce the gradients of this micro-batch, and return the context of its loss."""
+        self.communication(last=last)
+        return loss_context(self.topology)
+
+    def communication(self, *, last: bool) -> AbstractContextManager[object]:
+        """Tell FSDP2 whether to reduce the gradients of this micro-batch."""
         if self.gradient_sync is not None:
             set_gradient_sync(self.model, self.gradient_sync, last=last)
-        return loss_context(self.topology)
+        # Not the context of the loss: torch's cannot be entered within itself.
+        return NO_CONTEXT
 
     def drop_open(self) -> None:
         """Drop what FSDP2 keeps of a forward or a backward that has not ended, and its sums of earlier micro-batches."""
@@ -458,7 +465,7 @@ class CanonicalMeshReduction(MeshReduction):
         """Refuse a loop of the user's own."""
         self.sums.check_open()
 
-    def context(self, *, last: bool) -> AbstractContextManager[object]:
+    def communication(self, *, last: bool) -> AbstractContextManager[object]:
         """Let FSDP2 reduce every micro-batch, and drop the gradients of earlier ones: the last one brings the sum."""
         if self.order is not None:
             # The gradient of an empty micro-batch is dropped.
@@ -466,7 +473,7 @@ class CanonicalMeshReduction(MeshReduction):
         for exchange in self.exchanges:
             for parameter in exchange.parameters.values():
                 parameter.grad = None
-        return super().context(last=True)
+        return super().communication(last=True)
 
     def drop_open(self) -> None:
         """Drop the micro-batches that were exchanged, too."""

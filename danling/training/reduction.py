@@ -88,6 +88,10 @@ class GradientReduction:
         """Return the context of forward and backward of a micro-batch; `last` is the one on which gradients are reduced."""
         return NO_CONTEXT
 
+    def communication(self, *, last: bool) -> AbstractContextManager[object]:
+        """Return what of the context concerns the ranks; a program may enter the whole context within it."""
+        return self.context(last=last)
+
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate a loss that is scaled already."""
         loss.backward()  # type: ignore[no-untyped-call]

@@ -287,7 +287,7 @@ class UpdateStep:
         with different numbers of them would meet in the wrong reductions.
         """
         runner = self._runner
-        with runner.reduction.context(last=runner.window.reduces):
+        with runner.reduction.communication(last=runner.window.reduces):
             return runner._run_train_step(step, data)
 
     @contextmanager

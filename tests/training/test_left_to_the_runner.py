@@ -12,6 +12,8 @@ from support.processes import run_processes
 from support.stacks import needs_deepspeed
 from support.toys import differences, line_of, settings
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
 from torch.utils.data import DataLoader
 
 import danling as dl
@@ -128,21 +130,24 @@ UNEVEN = [
 
 
 def uneven_weights(root: str, stack: str) -> dict[str, Tensor]:
-    config = settings(root, epochs=1, accum_steps=3, stack=stack)
+    config = settings(root, epochs=1, accum_steps=3, stack=stack, parallel={"axes": {"shard": 2}})
     with Uneven(config, UNEVEN) as runner:
         runner.train()
-        return {name: value.clone() for name, value in runner.model_state_dict().items()}
+        return {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
 
 
-@pytest.mark.parametrize("stack", ["ddp", "accelerate"])
+@pytest.mark.parametrize("stack", ["ddp", "accelerate", "parallel"])
 def test_step_without_context_may_have_other_windows_on_other_ranks(
     stack: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(2)
     model = nn.Linear(3, 1)
     inputs, targets = line_of(16).tensors
+    # A divided model needs all ranks in each micro-batch: the pass ends with the shortest.
+    length = 4 if stack == "parallel" else 6
     for first in (0, 3):
-        update = [row for mine in UNEVEN for batch in mine[first : first + 3] for row in batch]
+        batches = [mine[:length] for mine in UNEVEN]
+        update = [row for mine in batches for batch in mine[first : first + 3] for row in batch]
         loss = nn.functional.mse_loss(model(inputs[update]), targets[update])
         for parameter, gradient in zip(
             model.parameters(), torch.autograd.grad(loss, list(model.parameters()))
@@ -150,6 +155,39 @@ def test_step_without_context_may_have_other_windows_on_other_ranks(
             parameter.data.sub_(0.1 * gradient)
     for weights in run_processes(uneven_weights, str(tmp_path), stack):
         for name, value in model.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
+
+
+class InItsContexts(Uneven):
+    """Enters the context of the runner in its step, or that of torch."""
+
+    topology: Any
+
+    def __init__(self, config: Mapping[str, Any], own: bool) -> None:
+        super().__init__(config, [[[0, 1], [2], [3, 4]]] * 2)
+        self.own = own
+
+    def parallelize_model(self, model: nn.Module) -> None:
+        plan = RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(model, self.topology.mesh("tensor"), plan)
+
+    def train_step(self, data: Any) -> Any:
+        with loss_parallel() if self.own else self.train_context():
+            return super().train_step(data)
+
+
+def weights_in_contexts(root: str, own: bool, axes: dict[str, int]) -> dict[str, Tensor]:
+    given: dict[str, Any] = {"stack": "parallel", "parallel": {"axes": axes}} if axes else {}
+    with InItsContexts(settings(root, epochs=1, accum_steps=2, **given), own) as runner:
+        runner.train()
+        return {name: whole(value).clone() for name, value in runner.model_state_dict().items()}
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_step_may_enter_the_contexts_of_a_divided_model(own: bool, tmp_path: Path) -> None:
+    plain = weights_in_contexts(str(tmp_path / "one"), own, {})
+    for weights in run_processes(weights_in_contexts, str(tmp_path / "two"), own, {"tensor": 2}):
+        for name, value in plain.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
 
 

@@ -58,7 +58,9 @@ def built() -> Path:
         ),
     ]
     libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch_python", "-ltorch"]
-    made_of = [SOURCE.read_text(), torch.__version__, sys.version, COMPILER, *flags]
+    # Without the directories, so that each environment with the same torch finds it.
+    options = [flag for flag in flags if not flag.startswith("-I")]
+    made_of = [SOURCE.read_text(), torch.__version__, sys.version, COMPILER, *options]
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "danling-tests"
     cache_dir.mkdir(parents=True, exist_ok=True)
