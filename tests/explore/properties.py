@@ -37,7 +37,11 @@ UNSAVED_STATES = {
 """What no checkpoint holds, with a part of the sentence that says so."""
 
 EXPLAINED = {
-    "reference": ("DeepSpeed takes zeros", "each rank changes its own"),
+    "reference": (
+        "DeepSpeed takes zeros",
+        "each rank changes its own",
+        "returns something else on other ranks",
+    ),
     "resumed_is_the_same": ("returns something else on other ranks",),
 }
 """By property parts of the warnings that name why a program of several ranks, or with an engine, does not have it."""
