@@ -131,7 +131,7 @@ class UpdateStep:
         own_step = is_overridden(runner, "train_step") or "train_step" in vars(runner)
         # With several optimizers, `optimizing` enters the context of each.
         if own_step and phases is None:
-            self._run_step = self._run_own_step
+            self._run_step = partial(self._run_own_step, self._run_step)
         self._own_backward = is_overridden(runner, "backward")
         self.moves_batches = True
         """Whether `to_device` does something."""
@@ -280,15 +280,20 @@ class UpdateStep:
         runner.state.train.micro_step += 1
         return returned
 
-    def _run_own_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+    def _run_own_step(
+        self,
+        run: Callable[[Callable[[Any], Any], Any], Any],
+        step: Callable[[Any], Any],
+        data: Any,
+    ) -> Any:
         """Call a `train_step` of the program's, which need not enter `train_context` itself.
 
         DistributedDataParallel decides in the forward whether the backward reduces. Without the context each micro-batch would, and ranks
         with different numbers of them would meet in the wrong reductions.
         """
-        runner = self._runner
-        with runner.reduction.communication(last=runner.window.reduces):
-            return runner._run_train_step(step, data)
+        reduction, window = self._runner.reduction, self._runner.window
+        with reduction.communication(last=window.reduces):
+            return run(step, data)
 
     @contextmanager
     def _cut_forward(self) -> Iterator[None]:
