@@ -250,8 +250,12 @@ class OpenUpdate:
         self._take_back = None
         self._loop.is_at_boundary = committed
 
-    def take_back(self) -> bool:
-        """Take back an update that was begun and not made; return whether there was one."""
+    def take_back(self, *, is_torn: bool) -> bool:
+        """Take back an update that was begun and not made; return whether there was one.
+
+        Args:
+            is_torn: Whether the library has written some weights of the update: the state of another rank is taken over.
+        """
         self._update.drop_open()
         take_back, self._take_back = self._take_back, None
         if self._session.concluded is not None:
@@ -272,7 +276,8 @@ class OpenUpdate:
                 f"failed, since a rank has ended: the step of update {self._runner.state.train.global_step + 1} cannot be taken back. "
                 "Call it before super().optimizer_step(), or in update_ended() of an observer."
             )
-        self.unchanged.check(is_made_again=True)
+        if not is_torn:
+            self.unchanged.check(is_made_again=True)
         take_back()
         return True
 
@@ -478,7 +483,8 @@ class ElasticTraining(Observer, Extension):
         began, runner, handover = time.monotonic(), self._runner, self._handover
         before = self._member.membership
         was_main = handover.has_state and runner.is_main_process
-        repeats = self._update.take_back()
+        is_torn = self.shards is not None and self.shards.is_torn
+        repeats = self._update.take_back(is_torn=is_torn)
         now = self._member.form(handover.progress(), handover.digest, handover.exchange)
         self._ranks.place(now.rank, now.size)
         if handover.take_over():
