@@ -232,10 +232,9 @@ def _contents(value: Any) -> _Contents | None:
         small = value.nbytes <= _LARGEST and value.dtype.kind in "biufc"
         return _in_memory(value.shape, value.tobytes()) if small else None
     if isinstance(value, Tensor):
-        plain = value.layout is torch.strided and not value.is_meta and not value.is_quantized
-        if not plain or value.nbytes > _LARGEST:
+        if not has_strided_values(value) or value.nbytes > _LARGEST:
             return None
-        return _in_memory(value.shape, bytes(value.reshape(-1).view(torch.uint8).tolist()))
+        return _in_memory(value.shape, _bytes(value))
     items = [*value, *value.values()] if isinstance(value, dict) else value
     if len(items) > _LARGEST or not all(
         type(item) in _NUMBERS or _is_scalar(item) for item in items
@@ -254,7 +253,8 @@ def _own_tensors(optimizer: Any, value: object) -> list[Tensor]:
         return []
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     known = {id(tensor) for _, tensor in tensors([*optimizer.state.values(), *parameters])}
-    weights = {local_part(each.detach()).data_ptr() for each in parameters}
+    stored = [local_part(each.detach()) for each in parameters]
+    weights = {each.data_ptr() for each in stored if has_strided_values(each)}
     own = []
     for each in found:
         local = local_part(each.detach())
@@ -269,8 +269,14 @@ def _sampled(held: list[Tensor]) -> _Contents:
     texts = []
     for tensor in held:
         values = local_part(tensor.detach()).reshape(-1)
-        texts.append(str(values[:: max(values.numel() // _SAMPLES, 1)][:_SAMPLES].tolist()))
+        texts.append(_bytes(values[:: max(values.numel() // _SAMPLES, 1)][:_SAMPLES]).hex())
     return _Contents(" ".join(texts))
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    """Return the values of a tensor, which may be a view that torch conjugates, negates, repeats or skips through as it is read."""
+    values = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return bytes(values.view(torch.uint8).tolist())
 
 
 def _in_memory(shape: tuple[int, ...], data: bytes) -> _Contents:

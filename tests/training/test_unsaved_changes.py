@@ -142,6 +142,23 @@ class Looked(Annealed):
         return super().forward(input + self.table) + self.penalty
 
 
+class Viewed(Annealed):
+    """Keeps constants in views that torch reads in other ways than its memory has them, and one that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        turned = torch.polar(torch.ones(3), torch.arange(3.0)).conj()
+        self.turned, self.negated = turned, turned.imag
+        self.column = torch.arange(6.0).reshape(3, 2)[:, 1]
+        self.repeated = torch.ones(1).expand(3)
+        self.none = torch.zeros(0)
+        self.moving = torch.ones(3, 2)[:, 1]
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.moving += self.column - self.negated + self.turned.real * self.repeated
+        return super().forward(input) / self.moving.sum()
+
+
 class Plain:
     """A criterion that is no module."""
 
@@ -316,6 +333,7 @@ CASES: dict[str, tuple[Any, Any, Any, str, tuple[str, ...]]] = {
         "",
         ("model.mean", "model.square", "model.calls"),
     ),
+    "tensors in views": (Viewed, nn.MSELoss, torch.optim.SGD, "", ("model.moving",)),
     "tensors of a forward": (Looked, nn.MSELoss, torch.optim.SGD, "", ()),
     "criterion without a module": (Annealed, Plain, torch.optim.SGD, "", ("criterion.scale",)),
     "made once": (Normed, nn.MSELoss, torch.optim.SGD, "", ("model.scale=",)),
