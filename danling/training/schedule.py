@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from danling.metrics.scores import infer_mode, metric_of
 from danling.optim import JointScheduler, needs_metric
@@ -26,6 +26,12 @@ def interval_of(runner: TorchRunner) -> str:
     config = runner.config
     section = config.scheduler if "scheduler" in config else {}
     return scheduler_interval(section, runner.scheduler)
+
+
+def _steps_by_itself(scheduler: OneCycleLR) -> bool:
+    """Return whether a class of the program has replaced what of torch's raises after the end of the cycle."""
+    kind = type(scheduler)
+    return kind.step is not LRScheduler.step or kind.get_lr is not OneCycleLR.get_lr
 
 
 def monitor_of(runner: TorchRunner) -> str | None:
@@ -72,7 +78,8 @@ class Schedule:
         scheduler = self._runner.scheduler
         self.by_update = scheduler is not None and interval_of(self._runner) == "step"
         self._passes_step = takes_position(scheduler)
-        if isinstance(scheduler, OneCycleLR):
+        # One whose class makes its steps in another way may go on after the end of the cycle.
+        if isinstance(scheduler, OneCycleLR) and not _steps_by_itself(scheduler):
             self._check_length(scheduler)
 
     def _check_length(self, scheduler: OneCycleLR) -> None:

@@ -242,6 +242,33 @@ def test_a_cycle_of_torch_that_ends_before_the_run_is_refused_before_an_update(
         assert not runner.rates
 
 
+class Holding(torch.optim.lr_scheduler.OneCycleLR):
+    """Stays at the last rate after the end of the cycle."""
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch < self.total_steps:
+            super().step(epoch)
+
+
+class Held(OwnCycle):
+    def build_scheduler(self) -> Any:
+        return Holding(self.optimizer, 0.2, 5)
+
+
+def test_a_cycle_that_goes_on_after_its_end_may_be_shorter_than_the_run(tmp_path: Path) -> None:
+    with Held(settings(tmp_path, steps=8)) as runner:
+        runner.train()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, 5)
+    rates = []
+    for step in range(8):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if step < 5:
+            scheduler.step()
+    assert runner.rates == rates
+
+
 def test_a_cycle_that_is_too_short_from_the_beginning_is_refused(tmp_path: Path) -> None:
     with TooShort(settings(tmp_path, steps=6)) as runner:
         with pytest.raises(ValueError, match="total_steps=5 for the 0 made and 6 to come"):
