@@ -14,8 +14,19 @@ MAKE = """#!/usr/bin/env bash
 echo "$*" >>stages.txt
 case $* in
   *--install*) echo $$ >installing; exec sleep 60 ;;
-  "$FAILING") while [ ! -s installing ]; do sleep 0.01; done; exit 7 ;;
+  "$FAILING") while [ ! -s installing ]; do sleep 0.01; done; cat "$STACKS"; echo "E   AssertionError: 3"; exit 7 ;;
 esac
+"""
+
+
+STACKS = """\
+Thread 0x00007f6793fff6c0 (most recent call first):
+  File "/usr/lib/python3.11/socket.py", line 294 in accept
+  File "/work/danling/a.py", line 12 in wait
+
+Current thread 0x00007f688d28ab80 (most recent call first):
+  File "/work/danling/b.py", line 9 in train
+Timeout
 """
 
 
@@ -38,12 +49,19 @@ def test_failing_stage_ends_the_run_with_its_exit_status(failing: str, clone: Pa
         **os.environ,
         "PATH": f"{clone / 'programs'}:{os.environ['PATH']}",
         "FAILING": failing,
+        "STACKS": str(clone / "stacks.txt"),
     }
+    (clone / "stacks.txt").write_text(STACKS)
     done = subprocess.run(
         [clone / ".ci" / "run", "3"], env=variables, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 7
     assert "failed with exit status 7" in done.stderr
+    if failing != "lint":  # its output is short
+        assert (
+            "at < socket.py:294 accept < a.py:12 wait\nat < b.py:9 train\nE   AssertionError: 3\n"
+            in done.stderr
+        )
     stages = [
         line for line in (clone / "stages.txt").read_text().splitlines() if "--install" not in line
     ]

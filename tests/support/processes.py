@@ -49,7 +49,7 @@ from typing import Any
 
 from .patience import patience
 from .preloading import MODULES, preload
-from .process_tree import die_with_parent, kill_tree
+from .process_tree import descendants, die_with_parent, kill_tree
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(MODULES)
@@ -308,11 +308,13 @@ def _kill(members: Sequence[_Member]) -> None:
     for member in members:
         _receive(member)
     living = [member for member in members if member.process.is_alive()]
-    for member in living:
-        # Ranks and what they have started, such as workers of a loader: where each of them waits says what they wait for.
+    ranks = [member.process.pid for member in living if member.process.pid is not None]
+    # Where ranks wait, and then what they have started, such as workers of a loader, says what they wait for.
+    for pid in [*ranks, *(child for rank in ranks for child in descendants(rank))]:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(member.process.pid or 0, _STACKS) if member.process.pid else None
-    time.sleep(0.5 if living else 0)  # until they have written it
+            if os.getpgid(pid) in ranks:  # others do not know this signal
+                os.kill(pid, _STACKS)
+                time.sleep(0.2)  # until it has written it: two at once are illegible
     for member in living:
         if member.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
