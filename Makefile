@@ -19,7 +19,7 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := danling examples benchmarks scripts tests
 
-.PHONY: demo train test test-all test-tenth test-system test-torch test-versions test-elastic release chaos chaos-elastic fuzz explore bench lint format docs clean
+.PHONY: demo train test test-all test-tenth test-system test-torch test-versions test-third test-elastic release chaos chaos-elastic fuzz explore bench lint format docs clean
 .DELETE_ON_ERROR:
 
 # Kills a training ten times, and compares the bits.
@@ -52,8 +52,13 @@ test-torch:
 	python3 scripts/test_torch.py --python $(PYTHON) $(TORCH) $(TEST_ARGS)
 
 # A version whose environment takes longer than seven minutes to install is left out and named. VERSIONS_ARGS=--install only installs them.
+# `make test-third` takes a third of the tests, another one every day and after every commit. THIRD=2 repeats one.
+THIRD ?= $(shell echo $$(( ($$(date -u +%s) / 86400 + $$(git rev-list --count HEAD 2>/dev/null || echo 0)) % 3 )))
 test-versions:
 	python3 scripts/test_torch.py --python $(PYTHON) --seconds 420 $(VERSIONS_ARGS) --quick
+test-third:
+	@echo "== A third of the tests with other releases of torch. make test-third THIRD=$(THIRD) repeats it."
+	$(MAKE) test-versions VERSIONS_ARGS="$(VERSIONS_ARGS) --third $(THIRD)"
 
 # Elastic ranks need a newer torch than the pinned one.
 NEWEST := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' requirements-newest.txt)

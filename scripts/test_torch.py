@@ -1,11 +1,11 @@
 """Run the tests with another torch, in an environment that is made when it is missing and kept in the user's cache directory.
 
     python scripts/test_torch.py [--python python3.12] 2.15.0 [arguments of pytest]
-    python scripts/test_torch.py --quick
+    python scripts/test_torch.py --quick [--third 2]
 
 `--quick` takes the oldest and the newest torch (requirements-oldest.txt, requirements-newest.txt) and the tests of what touches torch's
-internals. A version that cannot be installed is named at the end with pip's own line, which is no failure; otherwise the exit status is 69.
-`--install` runs no tests.
+internals; `--third` takes one of three parts of these. A version that cannot be installed is named at the end with pip's own line, which is
+no failure; otherwise the exit status is 69. `--install` runs no tests.
 
 The environment is `danling/venvs/torch-2.15.0-py3.12` in the user's cache. It has what danling and its tests require, and serves all
 clones: danling itself is the one of this clone. An environment counts by the file `whole`, which is written last and has the
@@ -207,6 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a part of the tests with the oldest and the newest torch",
     )
     parser.add_argument(
+        "--third", choices=["0", "1", "2"], help="with --quick: a third of its tests"
+    )
+    parser.add_argument(
         "--install", action="store_true", help="make the environments and run no test"
     )
     parser.add_argument(
@@ -224,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.quick:
         versions, tests = (
             [pinned_torch(f"requirements-{which}.txt") for which in ("oldest", "newest")],
-            QUICK,
+            [*QUICK, *(["--third", given.third] if given.third else [])],
         )
     failed, untested = 0, []
     for torch in versions:

@@ -32,10 +32,10 @@ if sys.prefix != sys.base_prefix:
 import pytest
 import torch
 from support.object_servers import ObjectServer, local_bucket, moto_server
+from support.parts import parts_of
 from support.preloading import take_huge_pages
 from support.process_tree import adopt_orphans, descendants, kill_all, reap, seconds_since_boot
 from support.processes import fork_server, server_processes
-from support.tenths import tenths_of
 from support.warm import interpreter
 
 torch.set_num_threads(1)
@@ -77,18 +77,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIGIT",
         help="run a tenth of the tests that are marked slow, and no others",
     )
+    parser.addoption("--third", type=int, metavar="0..2", help="run a third of the tests")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of one tenth."""
-    digit = config.getoption("tenth")
-    if digit is None:
+    """Keep the tests of one tenth, or of one third."""
+    tenth, third = config.getoption("tenth"), config.getoption("third")
+    if tenth is not None:
+        found = [item for item in items if item.get_closest_marker("slow")]
+        count, wanted = 10, tenth
+    elif third is not None:
+        found, count, wanted = [*items], 3, third
+    else:
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    taken = [
-        item for item, tenth in zip(slow, tenths_of(item.nodeid for item in slow)) if tenth == digit
-    ]
+    parts = parts_of((item.nodeid for item in found), count)
+    taken = [item for item, part in zip(found, parts) if part == wanted]
     config.hook.pytest_deselected(items=[item for item in items if item not in taken])
     items[:] = taken
 

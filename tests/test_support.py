@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from support.parts import parts_of
 from support.process_tree import descendants
 from support.processes import ProcessFailure, RankTraceback, run_outcomes, run_processes
-from support.tenths import tenths_of
 from support.warm import interpreter
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -145,10 +145,11 @@ def _pytest(project: Path, test: str, *options: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, cwd=project).stdout
 
 
-def test_variants_of_a_test_are_in_different_tenths_and_another_test_moves_none() -> None:
+@pytest.mark.parametrize("count", [3, 10])
+def test_variants_of_a_test_are_in_different_parts_and_another_test_moves_none(count: int) -> None:
     variants = [f"tests/test_a.py::test_one[{number}]" for number in range(12)]
-    digits = tenths_of(variants)
-    assert sorted(digits[:10]) == list(range(10))
+    parts = parts_of(variants, count)
+    assert sorted(parts[:count]) == list(range(count))
     others = [f"tests/test_b.py::test_{number}" for number in range(50)]
-    assert tenths_of([*others, *variants])[50:] == digits
-    assert len(set(tenths_of(others))) > 5
+    assert parts_of([*others, *variants], count)[50:] == parts
+    assert len(set(parts_of(others, count))) > count // 2
