@@ -62,6 +62,8 @@ class Phase:
         self.outcome: UpdateOutcome | None = None
         self.is_due = True
         self.is_reached = False
+        self.every = 0
+        """What `optimizing` was called with last; 0 before it was."""
         self.skips = 0
         self.gradients: list[tuple[Tensor, Tensor | None]] = []
         """The gradient so far, set aside so that no other phase adds to it."""
@@ -95,6 +97,7 @@ class Phases:
         try:
             for phase in self._phases.values():
                 runner.optimizer, runner.precision.scaler = phase.optimizer, phase.scaler
+                phase.every = 0  # a training may be longer than the one before
                 phase.reduction = runner.build_reduction()
         finally:
             runner.optimizer, runner.precision.scaler = joint, scaler
@@ -115,6 +118,9 @@ class Phases:
         # Once for an update, though each of its micro-batches has the block.
         if phase not in self._used:
             self._used.append(phase)
+        if phase.every != every:
+            phase.every = every
+            update.schedule.check_length_of(name, every)
         phase.is_due = (runner.state.train.attempted + 1) % every == 0
         # The loss of this micro-batch belongs to the window of the phase, which weighs it.
         window.expect_no_loss()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
 from danling.metrics.scores import infer_mode, metric_of
 from danling.optim import JointScheduler, needs_metric
@@ -14,6 +15,8 @@ from danling.optim.registry import refuse_new_groups, scheduler_interval
 
 if TYPE_CHECKING:
     from danling.runners.torch_runner import TorchRunner
+
+logger = logging.getLogger("danling")
 
 Boundary = Literal["epoch", "validation", "pass", "alone"]
 """The end of an epoch, a validation of step mode, the end of a pass of step mode, or the end of an epoch that the user trains directly,
@@ -32,6 +35,41 @@ def _steps_by_itself(scheduler: OneCycleLR) -> bool:
     """Return whether a class of the program has replaced what of torch's raises after the end of the cycle."""
     kind = type(scheduler)
     return kind.step is not LRScheduler.step or kind.get_lr is not OneCycleLR.get_lr
+
+
+def _cycles(
+    scheduler: Any, left: int, at: int | None = None
+) -> Iterator[tuple[OneCycleLR, int, int]]:
+    """Yield each cycle of torch's in a schedule, with its position and how often it advances.
+
+    Args:
+        scheduler: The schedule.
+        left: How often the schedule advances.
+        at: Its position, if that is not its `last_epoch`.
+    """
+    kind = type(scheduler)
+    if isinstance(scheduler, OneCycleLR):
+        # One whose class makes its steps in another way may go on after the end of the cycle.
+        if not _steps_by_itself(scheduler):
+            yield scheduler, scheduler.last_epoch if at is None else at, left
+    elif isinstance(scheduler, JointScheduler):
+        for part in scheduler:
+            yield from _cycles(part, left)
+    elif issubclass(kind, ChainedScheduler) and kind.step is ChainedScheduler.step:
+        for part in scheduler._schedulers:
+            yield from _cycles(part, left)
+    elif issubclass(kind, SequentialLR) and kind.step is SequentialLR.step:
+        now = scheduler.last_epoch
+        end = now + left
+        milestones = scheduler._milestones
+        for part, first, next_first in zip(
+            scheduler._schedulers, [0, *milestones], [*milestones, end + 1]
+        ):
+            last = min(end, next_first - 1)
+            if now < first <= last:
+                yield from _cycles(part, last - first, 0)  # reaching the milestone begins it
+            elif first <= now < last:
+                yield from _cycles(part, last - now)
 
 
 def monitor_of(runner: TorchRunner) -> str | None:
@@ -78,21 +116,56 @@ class Schedule:
         scheduler = self._runner.scheduler
         self.by_update = scheduler is not None and interval_of(self._runner) == "step"
         self._passes_step = takes_position(scheduler)
-        # One whose class makes its steps in another way may go on after the end of the cycle.
-        if isinstance(scheduler, OneCycleLR) and not _steps_by_itself(scheduler):
-            self._check_length(scheduler)
-
-    def _check_length(self, scheduler: OneCycleLR) -> None:
-        """Refuse a cycle that ends before the run, where torch would raise in the middle of the training."""
         left = self._advances_left()
-        if left is None or scheduler.last_epoch + left <= scheduler.total_steps:
+        # Those of several optimizers advance as their optimizers do: see `check_length_of`.
+        by_optimizer = self.by_update and isinstance(scheduler, JointScheduler)
+        if left is not None and not by_optimizer:
+            self._check_length(scheduler, left)
+
+    def _check_length(self, scheduler: Any, left: int) -> None:
+        """Refuse a cycle that ends before the run, where torch would raise in the middle of the training."""
+        for cycle, at, steps in _cycles(scheduler, left):
+            if at + steps <= cycle.total_steps:
+                continue
+            received = f"total_steps={cycle.total_steps} for the {at} made and {steps} to come"
+            if cycle is not scheduler:
+                raise ValueError(
+                    f"Expected a {type(cycle).__name__} within the {type(scheduler).__name__} that is as long as its part of the run. "
+                    f"Received: {received}. Make it with total_steps={at + steps}, or more."
+                )
+            raise ValueError(
+                f"Expected a {type(cycle).__name__} that is as long as the run. Received: {received}. Make it with "
+                "total_steps=self.steps, or with self.epochs if it advances by epochs. One of torch's keeps the length of the checkpoint "
+                "when a run is made longer; one that the runner builds does not: set scheduler.type='onecyclelr' instead."
+            )
+
+    def check_length_of(self, name: str, every: int) -> None:
+        """Warn of a cycle of one of several optimizers that may end before the run: how often the optimizer steps is not known before.
+
+        Args:
+            name: The name of the optimizer, which is about to make its first update.
+            every: How many updates of the run it makes one of.
+        """
+        runner, left = self._runner, self._advances_left()
+        schedules = getattr(runner.scheduler, "schedules", {})
+        if left is None or not self.by_update or name not in schedules:
             return
-        raise ValueError(
-            f"Expected a {type(scheduler).__name__} that is as long as the run. Received: total_steps={scheduler.total_steps} for the "
-            f"{scheduler.last_epoch} made and {left} to come. Make it with total_steps=self.steps, or with self.epochs if it advances by "
-            "epochs. One of torch's keeps the length of the checkpoint when a run is made longer; one that the runner builds does not: set "
-            "scheduler.type='onecyclelr' instead."
-        )
+        attempted = runner.state.train.attempted
+        left = (attempted + left) // every - attempted // every
+        for cycle, at, steps in _cycles(schedules[name], left):
+            if at + steps > cycle.total_steps and runner.is_main_process:
+                logger.warning(
+                    "The schedule of the optimizer %r has a %s with total_steps=%d, which raises an error after them, and has %d made and "
+                    "up to %d to come. Make it with total_steps=%d. If your train_step leaves optimizing(%r) out of some updates, ignore "
+                    "this.",
+                    name,
+                    type(cycle).__name__,
+                    cycle.total_steps,
+                    at,
+                    steps,
+                    at + steps,
+                    name,
+                )
 
     def _advances_left(self) -> int | None:
         """Return how often the schedule will advance at most before the run ends; `None` where that is not known."""

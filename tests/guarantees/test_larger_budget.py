@@ -11,6 +11,7 @@ import torch
 import yaml
 from support.processes import run_processes
 from support.toys import Line, settings, whole_state
+from torch.optim import lr_scheduler as schedules
 
 import danling as dl
 
@@ -240,6 +241,69 @@ def test_a_cycle_of_torch_that_ends_before_the_run_is_refused_before_an_update(
         with pytest.raises(ValueError, match="Expected a OneCycleLR that is as long as the run"):
             runner.train()
         assert not runner.rates
+
+
+def _sequence(optimizer: Any, length: int) -> Any:
+    parts: list[Any] = [
+        schedules.LinearLR(optimizer, 0.5, total_iters=2),
+        schedules.OneCycleLR(optimizer, 0.2, length),
+        schedules.ExponentialLR(optimizer, 0.9),
+    ]
+    return schedules.SequentialLR(optimizer, parts, [2, 6])
+
+
+def _last_of_sequence(optimizer: Any, length: int) -> Any:
+    parts: list[Any] = [
+        schedules.LinearLR(optimizer, 0.5, total_iters=2),
+        schedules.OneCycleLR(optimizer, 0.2, length),
+    ]
+    return schedules.SequentialLR(optimizer, parts, [2])
+
+
+def _chain(optimizer: Any, length: int) -> Any:
+    parts: list[Any] = [
+        schedules.ExponentialLR(optimizer, 0.9),
+        schedules.OneCycleLR(optimizer, 0.2, length),
+    ]
+    return schedules.ChainedScheduler(parts)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("make", [_sequence, _last_of_sequence, _chain])
+def test_a_cycle_within_a_schedule_is_refused_where_torch_would_raise(
+    make: Any, interval: str, tmp_path: Path
+) -> None:
+    class Within(Noting):
+        length = 0
+
+        def build_scheduler(self) -> Any:
+            return make(self.optimizer, self.length)
+
+    advances = 8
+    budget = {"steps": advances} if interval == "step" else {"epochs": advances}
+    given: dict[str, Any] = {"scheduler": {"interval": interval}}
+    enough = next(length for length in range(2, 99) if _lasts(make, length, advances))
+    Within.length = enough
+    with Within(settings(tmp_path / "enough", **budget, **given)) as runner:
+        runner.train()
+    Within.length = enough - 1
+    with Within(settings(tmp_path / "less", **budget, **given)) as runner:
+        with pytest.raises(ValueError, match="that is as long as its part of the run"):
+            runner.train()
+        assert not runner.rates
+
+
+def _lasts(make: Any, length: int, advances: int) -> bool:
+    """Whether torch advances a schedule so often without an error."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
+    scheduler = make(optimizer, length)
+    try:
+        for _ in range(advances):
+            optimizer.step()
+            scheduler.step()
+    except ValueError:
+        return False
+    return True
 
 
 class Holding(torch.optim.lr_scheduler.OneCycleLR):

@@ -362,3 +362,27 @@ def test_a_step_of_the_optimizer_in_a_train_step_is_refused(tmp_path: Path, name
         pytest.raises(RuntimeError, match=r"a step of (Adam|SGD) inside of it. Remove opt"),
     ):
         runner.train()
+
+
+class Cycles(Run):
+    """One schedule has as many steps as `every` leaves it; the other one is too short."""
+
+    every = 2
+    norm = False
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        one_cycle = torch.optim.lr_scheduler.OneCycleLR
+        self.scheduler = {
+            "discriminator": one_cycle(self.optimizer["discriminator"], 0.1, 4),
+            "generator": one_cycle(self.optimizer["generator"], 0.1, 3),
+        }
+
+
+def test_cycle_of_one_optimizer_that_is_too_short_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Cycles(tmp_path) as run, pytest.raises(ValueError, match="Tried to step 5 times"):
+        run.train()
+    (line,) = [each for each in caplog.messages if "total_steps" in each]
+    assert "'discriminator'" in line and "with total_steps=6" in line
