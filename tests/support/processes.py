@@ -359,6 +359,7 @@ def _end(member: _Member) -> None:
     if member.process.is_alive() and pid is not None:
         kill_tree(pid)
     member.process.join()
+    _receive(member)  # it may have failed since the last look
     with contextlib.suppress(ProcessLookupError, PermissionError):
         # Its loader workers are orphans by now, but they have kept its process group.
         os.killpg(pid or 0, signal.SIGKILL) if pid else None
