@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from danling.metrics import TrainMetrics
 from danling.utils.tensors import canonical_name, local_part
@@ -16,6 +17,7 @@ from danling.utils.trees import tensors
 
 from .attributes import KeptAttributes
 from .observer_states import ObserverStates
+from .user_attributes import declared_names
 
 if TYPE_CHECKING:
     from danling.data.run_data import RunData
@@ -134,7 +136,7 @@ class SkippedUpdates:
         self._runner = runner
         self._attributes = attributes
         self._train_metrics = train_metrics
-        self._buffers = BufferCopies(runner)
+        self._buffers = BufferCopies(runner, with_declared=True)
         self._watched = 0
         """Updates in which attributes were compared."""
         self._found: set[str] = set()
@@ -241,10 +243,16 @@ def _copied(value: object) -> object:
 
 
 class BufferCopies:
-    """Copies of the buffers of model and criterion. The memory of the copies is kept from update to update."""
+    """Copies of the buffers of model and criterion. The memory of the copies is kept from update to update.
 
-    def __init__(self, runner: TorchRunner) -> None:
+    Args:
+        runner: The runner.
+        with_declared: Whether those of modules in attributes that the class lists in `saved` are copied too.
+    """
+
+    def __init__(self, runner: TorchRunner, *, with_declared: bool = False) -> None:
         self._runner = runner
+        self._with_declared = with_declared
         self._model: object = None
         self._registries: list[dict[str, Tensor | None]] = []
         self._taken: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
@@ -261,6 +269,9 @@ class BufferCopies:
         if self._model is not self._runner.model:
             self._model = self._runner.model
             modules = [self._runner.unwrapped_model, self._runner.criterion]
+            if self._with_declared:
+                names = declared_names(self._runner, "saved")
+                modules += tree_leaves([vars(self._runner).get(name) for name in names])
             self._registries = [
                 part._buffers
                 for each in modules

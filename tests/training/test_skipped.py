@@ -352,10 +352,13 @@ def test_skipped_optimizer_of_several_leaves_the_statistics_of_its_model(tmp_pat
     inputs = data_of(1, torch.float64)[0][: 6 * BATCH]
 
     class Two(dl.TorchRunner):
+        saved = ("teachers",)
+
         def __init__(self) -> None:
             config = {"dir": str(tmp_path), "log": False, "epochs": 1, "skip_nonfinite_grad": True}
             super().__init__(config | {"dataloader": {"batch_size": BATCH, "shuffle": False}})
             self.model = nets()
+            self.teachers = {"of a": nets()["a"].requires_grad_(False)}
             self.optimizer = {
                 name: torch.optim.SGD(self.model[name].parameters(), lr=0.1) for name in "ab"
             }
@@ -364,13 +367,14 @@ def test_skipped_optimizer_of_several_leaves_the_statistics_of_its_model(tmp_pat
         def train_step(self, data: Any) -> Any:
             for name, given in (("a", data), ("b", data.nan_to_num(0))):
                 with self.optimizing(name):
-                    self.backward(self.model[name](given).square().mean())
+                    wanted = self.teachers["of a"](given) if name == "a" else 0.0
+                    self.backward((self.model[name](given) - wanted).square().mean())
             return None, None
 
     with Two() as runner:
         runner.train()
-        found = runner.model.state_dict()
-    model, skipped = nets(), 0
+        found = {**runner.model.state_dict(), **runner.teachers["of a"].state_dict()}
+    model, teacher, skipped = nets(), nets()["a"].requires_grad_(False), 0
     optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in "ab"}
     for batch in inputs.split(BATCH):
         for name, given in (("a", batch), ("b", batch.nan_to_num(0))):
@@ -378,10 +382,11 @@ def test_skipped_optimizer_of_several_leaves_the_statistics_of_its_model(tmp_pat
                 skipped += 1
                 continue
             optimizers[name].zero_grad()
-            model[name](given).square().mean().backward()
+            wanted = teacher(given) if name == "a" else 0.0
+            (model[name](given) - wanted).square().mean().backward()
             optimizers[name].step()
     assert skipped
-    for name, value in model.state_dict().items():
+    for name, value in {**model.state_dict(), **teacher.state_dict()}.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
