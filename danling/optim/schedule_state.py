@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiplicativeLR, ReduceLROnPlateau
 
 from danling.utils.encoding import is_of_numpy, numpy_as, without_numpy
+
+from .joint import JointScheduler
 
 logger = logging.getLogger("danling")
 
@@ -26,6 +29,10 @@ _POSITION = frozenset(
     }
 )
 """Attributes of torch's schedules that say where one is, or follow from the optimizer. All others are options, or begin equally."""
+
+
+_MOST_FACTORS = 100_000
+"""Most calls of a function to compute a rate that is a product of its values."""
 
 
 class OtherSchedule(ValueError):
@@ -84,6 +91,49 @@ def _parts(scheduler: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         within = dict(enumerate(within))
     for name, part in within.items() if isinstance(within, Mapping) else ():
         yield from _parts(part, f"{prefix}{name}.")
+
+
+def rates_by_functions(scheduler: Any) -> Callable[[], list[str]]:
+    """Return what names the functions of a schedule that do not give the rates that the schedule has now, after its restore.
+
+    torch saves what objects among them keep, and no function: a restored schedule continues with that of the program.
+    """
+    is_joint = isinstance(scheduler, JointScheduler)
+    parts = [
+        (prefix, part, getattr(type(part), "get_lr", None)) for prefix, part in _parts(scheduler)
+    ]
+    found = [
+        # Copies: a rate that the configuration asks for changes both.
+        (part, part.last_epoch, list(part.base_lrs), list(getattr(part, "_last_lr", ())))
+        for prefix, part, kind in parts
+        # One that multiplies within another schedule does not begin at its base rate.
+        if kind is LambdaLR.get_lr
+        or (kind is MultiplicativeLR.get_lr and prefix.count(".") <= is_joint)
+        if part.last_epoch >= 0
+    ]
+
+    def named() -> list[str]:
+        lines = dict[str, None]()
+        for part, at, bases, rates in found:
+            for function, base, before in zip(part.lr_lambdas, bases, rates):
+                if not isinstance(function, FunctionType) and getattr(function, "__dict__", None):
+                    continue  # saved, and it may count its calls
+                rate = _rate(part, function, base, at)
+                if rate is not None and not math.isclose(rate, before, rel_tol=1e-5):
+                    line = f"{type(part).__name__} at {at}: {rate:.6g} (before {float(before):.6g})"
+                    lines[line] = None
+        return list(lines)
+
+    return named
+
+
+def _rate(scheduler: Any, function: Callable[[int], float], base: float, at: int) -> float | None:
+    """Return the rate of a schedule by a function at a position; `None` if that takes too long to compute."""
+    if isinstance(scheduler, LambdaLR):
+        return float(base * function(at))
+    if at > _MOST_FACTORS:
+        return None
+    return float(base * math.prod(function(step) for step in range(1, at + 1)))
 
 
 # The state

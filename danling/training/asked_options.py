@@ -16,6 +16,7 @@ from danling.optim.schedule_state import (
     is_plain,
     kind_of_schedule,
     options_of_schedule,
+    rates_by_functions,
 )
 from danling.optim.state import HOW, rates_of
 from danling.utils.encoding import without_numpy
@@ -32,6 +33,7 @@ logger = logging.getLogger("danling")
 _LONGEST = 80
 _OF_OTHERS = (HOW - {"maximize"}) | {"params", "param_names"}
 """Entries of a parameter group that do not change a result, or are no options."""
+_BUDGET = "run.steps"
 _MOVED = ("betas", "momentum")
 _USUAL = ("lr", "weight_decay", "betas", "momentum", "eps")
 """Options that are compared with a checkpoint of a version which did not save what the program had asked for."""
@@ -50,6 +52,8 @@ class AskedOptions:
         """Options as the program asked for them whose checkpoint was restored, which differ from those of this one."""
         self._class = ""
         self._stored: Mapping[str, Any] = {}
+        self._other_functions: Callable[[], list[str]] | None = None
+        """What names the functions of the schedule that give another rate than those of the checkpoint; `None` without its restore."""
 
     def note(self) -> None:
         """Remember the options. Called when optimizer and schedule are there, before the restore."""
@@ -62,6 +66,7 @@ class AskedOptions:
     def _state(self) -> dict[str, Any]:
         texts = {name: _text(value) for name, value in self._here.items()}
         kind = kind_of_schedule(self._runner.scheduler)
+        texts[_BUDGET] = _text(self._runner.steps)
         return {"options": {**texts, **self._kept}, "class": self._class, "kind": kind}
 
     # A restore
@@ -89,6 +94,8 @@ class AskedOptions:
                 raise
             refusal = RefusedSchedule(self._runner, error)
             self._runner.observers.append(refusal)
+        else:
+            self._other_functions = rates_by_functions(self._runner.scheduler)
 
     def _load(self, stored: Mapping[str, Any], _: Collection[str]) -> None:
         now = self._values()
@@ -115,8 +122,13 @@ class AskedOptions:
             for name, value in replaced.items()
             if before[name] != _text(value)
         }
+        # On each rank: a function may be one that all ranks call.
+        named = self._other_functions() if self._other_functions is not None else []
+        self._other_functions = None
         if self._runner.is_main_process:
             self._warn(differ)
+            if named:
+                self._warn_of_functions(named, before.get(_BUDGET))
             before_class = stored.get("class", "NoneType")
             if self._runner.scheduler is None and before_class != "NoneType":
                 self._warn_of_missing_schedule(before_class)
@@ -133,6 +145,21 @@ class AskedOptions:
                 _shown(now[0] if len(now) == 1 else now),
                 _shown(here[0] if len(here) == 1 else here),
             )
+
+    def _warn_of_functions(self, named: list[str], budget: str | None) -> None:
+        """Name other rates of functions. Those of a run of another length may be meant: a function may depend on the length."""
+        if budget is not None and budget != _text(self._runner.steps):
+            logger.info(
+                "The function of the schedule gives another rate than in the run of the checkpoint, which had another length: %s.",
+                listed(named),
+            )
+            return
+        logger.warning(
+            "The function of the schedule gives another rate than in the run of the checkpoint, which contains no function: %s. The "
+            "schedule continues with that of the program. If you have changed it, ignore this; otherwise let it depend on its argument "
+            "alone.",
+            listed(named),
+        )
 
     def _warn(self, differ: Mapping[str, str]) -> None:
         options: dict[str, None] = {}

@@ -398,6 +398,53 @@ def test_schedule_that_the_program_has_no_more_is_named(
     assert run.optimizer.param_groups[0]["lr"] == 0.025
 
 
+def _in_sequence(optimizer: Any, function: Any) -> Any:
+    parts: list[Any] = [
+        schedules.ConstantLR(optimizer, 0.5, 9),
+        schedules.LambdaLR(optimizer, function),
+    ]
+    return schedules.SequentialLR(optimizer, parts, [1])
+
+
+# The rates after 3 updates with a function that is 0.5 ** step and with one that is 0.25 ** step.
+BY_FUNCTION: dict[str, tuple[Make, float, float]] = {
+    "LambdaLR": (schedules.LambdaLR, 0.1 * 0.5**3, 0.1 * 0.25**3),
+    "MultiplicativeLR": (schedules.MultiplicativeLR, 0.1 * 0.5**6, 0.1 * 0.25**6),
+    "in a sequence": (_in_sequence, 0.1 * 0.5**2, 0.1 * 0.25**2),
+}
+
+
+@pytest.mark.parametrize("name", BY_FUNCTION)
+def test_function_that_gives_another_rate_is_named(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, before, after = BY_FUNCTION[name]
+
+    def make(base: float, scale: float = 1.0) -> Make:
+        return lambda optimizer: kind(optimizer, lambda step: base**step * scale**step)
+
+    train(tmp_path, 3, make(0.5))
+    rate: dict[str, Any] = {"checkpoint": {"exclude_from_loading": ["optimizer.param_groups"]}}
+    train(tmp_path / "rate", 3, make(0.5))
+    said(caplog)
+    # The same function, of a program that asks for another rate.
+    train(tmp_path / "rate", 4, make(0.5), partial(sgd, lr=0.3), **rate)
+    train(tmp_path / "rate", 5, make(0.5), partial(sgd, lr=0.3), **rate)
+    assert not said(caplog)
+    # As many updates as before, so that nothing else has changed.
+    for steps, function, count in ((3, make(0.25), 1), (4, make(0.5), 0), (5, make(0.5, 0.5), 0)):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="danling"):
+            train(tmp_path, steps, function)
+        lines = [line for line in caplog.records if "The function of the schedule" in line.message]
+        assert [line.levelname for line in lines].count("WARNING") == count
+        if steps != 4:
+            (line,) = lines
+            assert line.levelname == ("WARNING" if count else "INFO")
+        if count:
+            assert f"{after:.6g} (before {before:.6g})" in line.getMessage()
+
+
 @pytest.mark.parametrize("name", OF_NUMPY)
 def test_numbers_of_numpy_are_saved_and_come_back(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
