@@ -472,12 +472,19 @@ def rebuilt(scheduler: Any, optimizer: Optimizer, build: Callable[[], Any]) -> A
     return new
 
 
-def put_beginning_of_schedule(optimizer: Optimizer, options: Options) -> None:
+def put_beginning_of_schedule(
+    optimizer: Optimizer, scheduler: object, options: Options, excluded: Collection[str]
+) -> None:
     """Put what a schedule that begins has written into the groups into an optimizer that was restored. No communication.
 
     The rates of the checkpoint are those of the schedule that is left out: torch's schedules would multiply them further.
     """
+    named = scheduler.schedules if isinstance(scheduler, JointScheduler) else {}
+    begins = [schedule for name, schedule in named.items() if f"scheduler.{name}" in excluded]
+    of_these = {id(group) for schedule in begins for group in schedule.optimizer.param_groups}
     for group, own in zip(optimizer.param_groups, options):
+        if "scheduler" not in excluded and id(group) not in of_these:
+            continue
         moved = {"lr", *OF_SCHEDULES}
         if "max_momentum" in own:
             moved |= {"momentum", "betas"}

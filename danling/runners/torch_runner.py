@@ -1117,8 +1117,8 @@ class TorchRunner(BaseRunner):
             self.ema.reset()
         if self.optimizer is not None and "optimizer" in payload:
             allows = self.run_state.excluded.allows_setting
-            if "scheduler" in excluded and self.scheduler is not None:
-                put_beginning_of_schedule(self.optimizer, options)
+            if self.scheduler is not None:
+                put_beginning_of_schedule(self.optimizer, self.scheduler, options, excluded)
             if "optimizer.param_groups" in excluded and "scheduler" in payload:
                 put_rates_of(self.scheduler)
                 adopt_options(self.optimizer, self.scheduler, options, lambda name: name == "lr")

@@ -386,3 +386,42 @@ def test_cycle_of_one_optimizer_that_is_too_short_is_named(
         run.train()
     (line,) = [each for each in caplog.messages if "total_steps" in each]
     assert "'discriminator'" in line and "with total_steps=6" in line
+
+
+class ByFunction(Run):
+    """Its schedules are functions, and it notes its rates."""
+
+    not_saved = ("rates",)
+    norm = False
+
+    def __init__(self, directory: Path, base: float, **settings: Any) -> None:
+        super().__init__(directory, **settings)
+        self.scheduler = {
+            name: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: base**step)
+            for name, optimizer in self.optimizer.items()
+        }
+        self.rates: list[tuple[float, ...]] = []
+
+    def train_step(self, data: Any) -> Any:
+        self.rates.append(tuple(group["lr"] for group in self.optimizer.param_groups))
+        return super().train_step(data)
+
+
+def test_schedule_of_one_optimizer_that_is_left_out_begins_with_its_own_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ByFunction(tmp_path / "first", 0.5, steps=3) as run:
+        run.train()
+    caplog.set_level("INFO", logger="danling")
+    resume: dict[str, Any] = {"resume": str(tmp_path / "first/checkpoints/latest.pth")}
+    resume["checkpoint"] = {"exclude_from_loading": ["scheduler.generator"]}
+    with ByFunction(tmp_path / "second", 0.9, **resume) as run:
+        run.train()
+    # The rate of the save is that of the first update; the function is the program's.
+    of_discriminator = [2e-2 * 0.5**3, 2e-2 * 0.9**4, 2e-2 * 0.9**5]
+    of_generator = [1e-2, 1e-2 * 0.9, 1e-2 * 0.9**2]
+    for found, expected in zip(zip(*run.rates), (of_discriminator, of_generator)):
+        assert found == pytest.approx(expected)
+    # At INFO, since the run is longer too.
+    (line,) = [each for each in caplog.messages if "The function of the schedule" in each]
+    assert "LambdaLR at 3: 0.01458 (before 0.0025)." in line
