@@ -50,7 +50,8 @@ class UnsavedChanges(Observer):
     else they may be filled once. A list of so many whole numbers may have sizes, and is left out; so is an array or a tensor that gets
     another shape, which is something of the batch, and a tensor that has had a graph, which each forward computes.
 
-    Of an optimizer, tensors of any size count too, and lists and dictionaries of them, such as moments that it keeps by itself.
+    Of an optimizer, tensors of any size count too, and lists, tuples and dictionaries of them, such as moments that it keeps by itself.
+    Those as large as parameters also count if training makes them: an optimizer may begin them with its first step.
 
     Left out are names that begin with an underscore, flags of an optimizer, what `on_pass_start` has set, which is saved, and components
     whose class overrides `get_extra_state` or `state_dict`.
@@ -81,7 +82,9 @@ class UnsavedChanges(Observer):
         kept = {
             name: repr(value)
             for name, value in self._made.items()
-            if isinstance(value, (float, complex, str)) and _is_same(value, self._last[name])
+            if isinstance(value, (float, complex, str))
+            and not isinstance(value, _Contents)
+            and _is_same(value, self._last[name])
         }
         return {**self._stored, **kept}
 
@@ -97,10 +100,11 @@ class UnsavedChanges(Observer):
         """Look at the numbers that training has made, and return all."""
         values = self._values()
         for name, value in values.items():
-            if isinstance(value, _Contents):
+            begins = self._before.get(name) is not None
+            if isinstance(value, _Contents) and (begins or not value.are_moments):
                 # One that training makes may be a cache.
                 self._last.setdefault(name, value)
-            elif self._before.get(name) is None and value is not None:
+            elif not begins and value is not None:
                 self._made.setdefault(name, value)
                 last = self._last.get(name)
                 if isinstance(value, int) and isinstance(last, int) and value < last:
@@ -204,11 +208,14 @@ class UnsavedChanges(Observer):
                     value = value.item()
                 if type(value) is Tensor and value.requires_grad:
                     self._computed.add(at)
-                if type(value) in _CONTAINERS or type(value) is Tensor or is_of_numpy(value):
-                    # Those of an engine hold the weights, and are saved by it.
-                    keeps_tensors = base is Optimizer and self._runner.stack != "deepspeed"
+                # Those of an engine hold the weights, and are saved by it.
+                keeps_tensors = base is Optimizer and self._runner.stack != "deepspeed"
+                is_container = type(value) in _CONTAINERS or (
+                    keeps_tensors and type(value) is tuple
+                )
+                if is_container or type(value) is Tensor or is_of_numpy(value):
                     held = _own_tensors(component, value) if keeps_tensors else []
-                    value = _sampled(held) if held else _contents(value)
+                    value = _sampled(held, component) if held else _contents(value)
                     if at in self._computed or value is None:
                         continue
                 elif type(value) not in _NUMBERS or isinstance(value, left_out):
@@ -224,6 +231,8 @@ class _Contents(str):
     """How many whole numbers a list has, if it has nothing else."""
     shape: tuple[int, ...] | None = None
     """That of an array or a tensor."""
+    are_moments = False
+    """Whether these are tensors of an optimizer, one of them as large as a parameter, or as all together."""
 
 
 def _contents(value: Any) -> _Contents | None:
@@ -264,13 +273,19 @@ def _own_tensors(optimizer: Any, value: object) -> list[Tensor]:
     return own
 
 
-def _sampled(held: list[Tensor]) -> _Contents:
+def _sampled(held: list[Tensor], optimizer: Any) -> _Contents:
     """Return some values of each tensor: all of them may take as much memory as the weights."""
     texts = []
     for tensor in held:
         values = local_part(tensor.detach()).reshape(-1)
         texts.append(_bytes(values[:: max(values.numel() // _SAMPLES, 1)][:_SAMPLES]).hex())
-    return _Contents(" ".join(texts))
+    found = _Contents(" ".join(texts))
+    sizes = [
+        local_part(each).numel() for group in optimizer.param_groups for each in group["params"]
+    ]
+    known = {*sizes, sum(sizes)}
+    found.are_moments = any(local_part(each).numel() in known - {1} for each in held)
+    return found
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -248,6 +248,29 @@ class Moments(torch.optim.Optimizer):
             each.sub_(0.02 * first / self.second[each].sqrt() / (1 + self.fastest[-1]))
 
 
+class Late(torch.optim.Optimizer):
+    """Makes its moments at its first step, and notes the norms of its gradients."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.first: list[Tensor] | None = None
+        self.norms: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        if self.first is None:
+            self.first = [torch.zeros_like(each) for each in parameters]
+            self.second = tuple(torch.ones_like(each) for each in parameters)
+            self.flat = torch.zeros(sum(each.numel() for each in parameters))
+        self.norms = [each.grad.norm() for each in parameters]
+        self.flat = 0.9 * self.flat + torch.cat([each.grad.flatten() for each in parameters])
+        for each, first, second in zip(parameters, self.first, self.second):
+            first.mul_(0.9).add_(each.grad)
+            second.mul_(0.9).add_(each.grad.square())
+            each.sub_(0.02 * first / second.sqrt() / (1 + self.flat.norm()))
+
+
 class InState(torch.optim.SGD):
     """Has a list of what is in its state, too."""
 
@@ -347,6 +370,13 @@ CASES: dict[str, tuple[Any, Any, Any, str, tuple[str, ...]]] = {
         "",
         ("optimizer.first", "optimizer.second", "optimizer.fastest"),
     ),
+    "tensors that the optimizer makes": (
+        Annealed,
+        nn.MSELoss,
+        Late,
+        "",
+        ("optimizer.first", "optimizer.second", "optimizer.flat"),
+    ),
     "list of the state of the optimizer": (Annealed, nn.MSELoss, InState, "", ()),
     "flag of the optimizer": (Annealed, nn.MSELoss, Begins, "", ()),
     "on_pass_start": (Annealed, nn.MSELoss, torch.optim.SGD, "on_pass_start", ()),
@@ -394,6 +424,7 @@ def test_a_resume_gives_the_same_or_what_it_lacks_was_named(
         assert not lines and not lines_of_first
         lines = said()
     assert sum(sum(f" {name}" in line for line in lines) for name in names) == len(names)
+    assert not any("optimizer.norms" in line for line in lines)
     if not names:
         assert not lines + lines_of_first + said()
 
