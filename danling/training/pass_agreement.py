@@ -54,28 +54,47 @@ class PassAgreement:
         """Whether every rank is known to see the end of a pass at the same batch; the same answer on all ranks."""
         return self.domain.size == 1 or (source.even and (source.length_is_known or not self.blind))
 
-    def all_have(self, source: BatchSource, batch: Batch | None) -> bool:
-        """Return whether every rank has a batch. A small collective, where the end cannot be known otherwise."""
+    def all_have(self, source: BatchSource, batch: Batch | None, taken: int = 0) -> bool:
+        """Return whether every rank has a batch. A small collective, where the end cannot be known otherwise.
+
+        Args:
+            source: What the ranks read.
+            batch: The next batch of this rank.
+            taken: How many batches the open update has before it.
+        """
         if self.ends_alike(source):
             return batch is not None
         # A rank that ran out would leave the others waiting in the gradient reduction, so the pass ends for all of them.
         words = ("exhausted",) if batch is None else ()
         ended = agree(self.domain, words)
         if ended and batch is not None:
-            logger.warning(
-                "Another rank has no batch left in split %r: this pass ends early on rank %d.",
-                source.split,
-                self.domain.rank,
-            )
+            left = source.remaining_batches()
+            self._warn_of_end(source, None if left is None else left - taken)
         return not ended
 
     def is_over(self, source: BatchSource) -> bool:
         """Return whether a pass is known to have no batch left, without reading on. The same answer on all ranks, which all call it."""
-        is_over = source.remaining_batches() == 0
+        left = source.remaining_batches()
         if self.ends_alike(source):
-            return is_over
-        words = ("exhausted",) if is_over else ()
-        return bool(agree(self.domain, words))
+            return left == 0
+        words = ("exhausted",) if left == 0 else ()
+        ended = bool(agree(self.domain, words))
+        if ended and left:
+            self._warn_of_end(source, left)
+        return ended
+
+    def _warn_of_end(self, source: BatchSource, left: int | None) -> None:
+        """Name what this rank has left where another one has no batch."""
+        if left is None:
+            rest = "the rest of its batches, whose number its loader does not know"
+        else:
+            rest = "its last batch" if left == 1 else f"its last {left} batches"
+        logger.warning(
+            "Another rank has no batch left in split %r: this pass ends early on rank %d, without %s.",
+            source.split,
+            self.domain.rank,
+            rest,
+        )
 
     def compare(self, source: BatchSource, batch: Batch) -> bool:
         """Warn, once a split, of ranks, and of workers of a stream, that should read different data and read the same.

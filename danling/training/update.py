@@ -164,7 +164,7 @@ class UpdateStep:
             if (
                 not closes
                 and agreement.collective_forward
-                and not agreement.all_have(source, upcoming)
+                and not agreement.all_have(source, upcoming, taken=len(consumed))
             ):
                 upcoming = None
             window.reduces = upcoming is None and not self.reduces_later

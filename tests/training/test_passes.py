@@ -152,6 +152,54 @@ def test_ranks_with_the_same_batches_are_named_once() -> None:
     )
 
 
+class Uneven(TorchRunner):
+    """The first rank has five batches and the second one three, of a loader that may not know its length."""
+
+    def __init__(self, directory: str, *, knows_length: bool) -> None:
+        super().__init__({"dir": directory, "log": False, "seed": 1, "steps": 6})
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        batches = list(torch.arange(5.0 if self.rank == 0 else 3.0).reshape(-1, 1, 1))
+        self.dataloaders["train"] = batches if knows_length else Unknown(batches)
+
+    def train_step(self, data: Any) -> Any:
+        loss = self.model(data).mean()
+        self.backward(loss)
+        return None, loss
+
+
+class Unknown:
+    """A loader without a length."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._batches)
+
+
+def _ends(directory: str) -> list[str]:
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    for knows_length in (True, False):
+        with Uneven(f"{directory}/{knows_length}", knows_length=knows_length) as run:
+            logging.getLogger("danling").addHandler(handler)
+            run.train()
+    return [line.partition("this pass ends early on ")[2] for line in said if "ends early" in line]
+
+
+def test_batches_that_a_longer_rank_leaves_out_are_counted(tmp_path: Path) -> None:
+    first, second = run_processes(_ends, str(tmp_path))
+    # Two passes with a length; of those without, the end of the run comes before the end of the second is seen.
+    assert first == [
+        "rank 0, without its last 2 batches.",
+        "rank 0, without its last 2 batches.",
+        "rank 0, without the rest of its batches, whose number its loader does not know.",
+    ]
+    assert second == []
+
+
 # Several workers
 
 
