@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from danling.config.lock import SettingsLock
@@ -96,6 +96,9 @@ class Parts:
         own_accum_steps = is_overridden(owner, "accum_steps")
         self.data = RunData(owner, session, own_accum_steps=own_accum_steps, divided=divided)
         self.keys = RandomKeys(owner, session, self.extensions)
+        if is_overridden(owner, "step"):
+            # The last micro-batch has left the streams of each rank at another place.
+            session.seed_step = partial(self.keys.begin_update, "step")
         self.attributes = KeptAttributes(owner)
         self.observer_states = ObserverStates(owner, session.observers)
         self.reporter = Reporter(owner, session, self.data, closers)

@@ -123,14 +123,14 @@ class RandomKeys:
         if runner.device.type != "cpu":
             seed_device(key, runner.device)
 
-    def begin_update(self) -> None:
-        """Seed torch's streams for the step of the runner's optimizer, which follows: `(seed, "update", updates attempted)`.
+    def begin_update(self, name: str = "update") -> None:
+        """Seed torch's streams for clipping and the step of the runner's optimizer: `(seed, "update", updates attempted)`.
 
-        Ranks with copies of the same parameters get the same key.
+        Ranks with copies of the same parameters get the same key. The name is `step` for a `step` of the program's, which may draw before.
         """
         runner, train = self._runner, self._runner.state.train
         attempted = train.global_step + train.skipped_updates
-        key = mix_seed(_base(runner.seed, "update"), attempted, *runner.placement.update_place)
+        key = mix_seed(_base(runner.seed, name), attempted, *runner.placement.update_place)
         torch.default_generator.manual_seed(key)
         if runner.device.type != "cpu":
             seed_device(key, runner.device)

@@ -98,6 +98,8 @@ class TrainingSession:
         self.concluded: UpdateOutcome | None = None
         self.signals: SignalWatcher | None = None
         self.observers = Observers()
+        self.seed_step: Callable[[], object] | None = None
+        """Seeds the random streams for a `step` of the program's."""
         self._requested: set[str] = set()
         self._deadline = math.inf
         self._is_observed = self._evaluates = self._updated = False
@@ -196,6 +198,8 @@ class TrainingSession:
         """Make one update, and tell the observers of it."""
         self.in_update = True
         self.concluded = self._told = None
+        if self.seed_step is not None:
+            self.seed_step()
         try:
             outcome = step()
         finally:

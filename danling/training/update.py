@@ -498,8 +498,9 @@ class UpdateStep:
         reason = self._reason_to_skip(agreed, grad_norm, step)
         if reason is None:
             window.is_first = False
-            runner.clip_gradients(grad_norm)
+            # Before `clip_gradients`, where a program may add noise to the gradient.
             self._keys.begin_update()
+            runner.clip_gradients(grad_norm)
             # Tells this step from one that `train_step` makes, which is refused.
             self._keys.in_update = True
             try:
