@@ -108,7 +108,11 @@ def _text(tree: ET.Element, name: str) -> str:
 def moto_server() -> Iterator[ObjectServer]:
     """Run moto, which keeps everything in memory and honours `If-None-Match` and `If-Match`."""
     port = free_port()
-    program = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
+    # moto closes the content of an object that is replaced, also while another request reads it, which is then answered with 500.
+    program = (
+        "from moto.s3.models import FakeKey; FakeKey.dispose = lambda *arguments, **options: None; "
+        f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
+    )
     with _running([sys.executable, "-c", program], port):
         yield ObjectServer("moto", f"http://127.0.0.1:{port}")
 
