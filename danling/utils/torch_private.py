@@ -107,6 +107,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.optim._muon._adjust_lr": _ALL,
     "torch.optim._muon._zeropower_via_newtonschulz": _ALL,
     "torch.optim.lr_scheduler.LRScheduler._last_lr": _ALL,
+    "torch.optim.lr_scheduler.SequentialLR._milestones": _ALL,
     "torch.optim.lr_scheduler.SequentialLR._schedulers": _ALL,
     "torch.optim.optimizer._global_optimizer_post_hooks": _ALL,
     "torch.optim.optimizer._global_optimizer_pre_hooks": _ALL,
