@@ -243,7 +243,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from remote.test_runs import Toy, config
 
-with Toy(config({url!r}, Path({root!r}), **{{"epochs": {epochs}, "checkpoint.remote.timeout_seconds": 2.0}})) as runner:
+with Toy(config({url!r}, Path({root!r}), **{{"epochs": {epochs}, "checkpoint.remote.timeout_seconds": 6.0}})) as runner:
     print("begins", flush=True)
     sys.stdin.readline()
     runner.train()
@@ -270,7 +270,9 @@ def test_exit_code_reports_a_missing_last_save(
     errors = ""
     if code == 143:
         while "is not safe in" not in errors:
-            errors += program.stderr.readline()
+            line = program.stderr.readline()
+            assert line, errors
+            errors += line
         program.terminate()
     out, rest = program.communicate(timeout=120)
     errors += rest
