@@ -34,6 +34,31 @@ logger = logging.getLogger("danling")
 _COLLAPSED = 1e-6
 """Share of its highest value below which a learning rate trains nothing."""
 
+_FOR_EACH = "which is called for each split to evaluate, in their order."
+_UNCALLED = {
+    "epochs": (
+        (
+            "evaluate_epoch",
+            ("evaluate", "evaluate_steps"),
+            f"Override `evaluate_epoch(self, split)`, {_FOR_EACH}",
+        ),
+        ("train_epochs", ("train_steps",), "Override `train_epochs` or `train_epoch`."),
+    ),
+    "steps": (
+        (
+            "evaluate_steps",
+            ("evaluate", "evaluate_epoch"),
+            f"Override `evaluate_steps(self, split, steps=None)`, {_FOR_EACH}",
+        ),
+        (
+            "train_steps",
+            ("train_epochs", "train_epoch"),
+            "Override `on_pass_start(self, split)` for what a pass begins with, `step` for what follows each update, or `train_steps`.",
+        ),
+    ),
+}
+"""By the unit of the budget: what a training calls, what users override instead, and the fix."""
+
 
 class ComponentChecks(Observer):
     """Checks a run before it trains, and names once what its program changes while it trains without meaning to.
@@ -55,6 +80,21 @@ class ComponentChecks(Observer):
         self._groups = sys.maxsize
         self._highest_rate = 0.0
         self._times_low = 0
+
+    def check_calls(self, unit: str, *, evaluates: bool) -> None:
+        """Name once the overridden methods that a training by this unit does not call. May be called on one rank."""
+        run = self._runner
+        for called, others, fix in _UNCALLED[unit]:
+            if _is_own(run, called) or (not evaluates and called.startswith("evaluate")):
+                continue
+            own = [name for name in others if _is_own(run, name)]
+            if own:
+                names = " and ".join(f"`{name}`" for name in own)
+                self._warn(
+                    f"not called: {own}",
+                    f"Expected overrides of methods that a training by {unit} calls. Received: {names} of {type(run).__name__}, which it "
+                    f"does not call by itself, since it calls `{called}`. {fix}",
+                )
 
     def check_optimizer_given(self) -> None:
         """Refuse to train without an optimizer. May be called on one rank."""
@@ -309,6 +349,11 @@ class ComponentChecks(Observer):
         if kind not in self._warned and self._runner.is_main_process:
             logger.warning("%s", message)
         self._warned.add(kind)
+
+
+def _is_own(runner: object, name: str) -> bool:
+    """Whether the method is the user's own, by the class or as an attribute of the runner."""
+    return name in vars(runner) or is_overridden(runner, name)
 
 
 def _in_evaluation(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

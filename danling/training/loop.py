@@ -169,9 +169,9 @@ class TrainingLoop:
             return
         with self.training():
             verb = "evaluate_steps" if runner.is_step_mode else "evaluate_epoch"
-            is_users = is_overridden(runner, verb) or is_overridden(runner, "evaluate")
+            self._checks.check_calls(unit, evaluates=bool(evaluated))
             # One batch of each split before the first update, unless an evaluation is under way.
-            if runner.config.try_evaluation and not (is_users or results.open):
+            if runner.config.try_evaluation and not (is_overridden(runner, verb) or results.open):
                 self._evaluator.try_once(evaluated)
             train = self._train_steps if runner.is_step_mode else self._train_epochs
             self._train_on = partial(train, splits, evaluated)
