@@ -93,8 +93,10 @@ def _parts(scheduler: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from _parts(part, f"{prefix}{name}.")
 
 
-def rates_by_functions(scheduler: Any) -> Callable[[], list[str]]:
+def rates_by_functions(scheduler: Any) -> Callable[[], list[str]] | None:
     """Return what names the functions of a schedule that do not give the rates that the schedule has now, after its restore.
+
+    `None` for a schedule without functions.
 
     torch saves what objects among them keep, and no function: a restored schedule continues with that of the program.
     """
@@ -124,16 +126,20 @@ def rates_by_functions(scheduler: Any) -> Callable[[], list[str]]:
                     lines[line] = None
         return list(lines)
 
-    return named
+    return named if found else None
 
 
 def _rate(scheduler: Any, function: Callable[[int], float], base: float, at: int) -> float | None:
-    """Return the rate of a schedule by a function at a position; `None` if that takes too long to compute."""
-    if isinstance(scheduler, LambdaLR):
-        return float(base * function(at))
-    if at > _MOST_FACTORS:
+    """Return the rate of a schedule by a function at a position; `None` if that takes too long, or the function raises an error."""
+    is_product = not isinstance(scheduler, LambdaLR)
+    if is_product and at > _MOST_FACTORS:
         return None
-    return float(base * math.prod(function(step) for step in range(1, at + 1)))
+    try:
+        factor = math.prod(map(function, range(1, at + 1))) if is_product else function(at)
+    except Exception:
+        # That of a program may have nothing for the past, and torch asks for none.
+        return None
+    return float(base * factor)
 
 
 # The state

@@ -175,7 +175,7 @@ class TorchParts(Parts):
         self.loss = BatchLoss(runner, self.data)
         self.live_state = LiveState(runner, self.attributes, self.data, self.observer_states)
         self.pass_settings = PassSettings(runner)
-        self.asked_options = AskedOptions(runner)
+        self.asked_options = AskedOptions(runner, self.attributes)
         self.unsaved = UnsavedChanges(runner, self.pass_settings)
         self.losses = Meters()
         """Loss of the open epoch, or since the last evaluation in step mode."""

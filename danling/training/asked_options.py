@@ -23,6 +23,7 @@ from danling.utils.encoding import without_numpy
 from danling.utils.messages import listed
 from danling.utils.observers import Observer
 
+from .attributes import KeptAttributes
 from .run_state import StatePart
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ class AskedOptions:
     A resume compares those of both programs: what training changes, by a hook or a schedule, is no other option.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: TorchRunner, attributes: KeptAttributes) -> None:
         self._runner = runner
+        self._attributes = attributes
         self._here: dict[str, Any] = {}
         self._kept: dict[str, str] = {}
         """Options as the program asked for them whose checkpoint was restored, which differ from those of this one."""
@@ -66,8 +68,13 @@ class AskedOptions:
     def _state(self) -> dict[str, Any]:
         texts = {name: _text(value) for name, value in self._here.items()}
         kind = kind_of_schedule(self._runner.scheduler)
-        texts[_BUDGET] = _text(self._runner.steps)
+        texts[_BUDGET] = self._budget()
         return {"options": {**texts, **self._kept}, "class": self._class, "kind": kind}
+
+    def _budget(self) -> str:
+        """Return how long the run is; in epochs where the number of its updates is not known."""
+        runner = self._runner
+        return _text(runner.epochs if runner.steps is None else runner.steps)
 
     # A restore
 
@@ -123,8 +130,7 @@ class AskedOptions:
             if before[name] != _text(value)
         }
         # On each rank: a function may be one that all ranks call.
-        named = self._other_functions() if self._other_functions is not None else []
-        self._other_functions = None
+        named = self._named_functions()
         if self._runner.is_main_process:
             self._warn(differ)
             if named:
@@ -132,6 +138,19 @@ class AskedOptions:
             before_class = stored.get("class", "NoneType")
             if self._runner.scheduler is None and before_class != "NoneType":
                 self._warn_of_missing_schedule(before_class)
+
+    def _named_functions(self) -> list[str]:
+        """Return what functions of the schedule give another rate than the checkpoint has."""
+        named_by, self._other_functions = self._other_functions, None
+        if named_by is None:
+            return []
+        # A method of the program may count its calls in an attribute, which is restored: neither count this one nor compare it.
+        before, put_back = self._attributes.digests(), self._attributes.remember()
+        named = named_by()
+        if self._attributes.digests() == before:
+            return named
+        put_back()
+        return []
 
     def _warn_of_missing_schedule(self, before: str) -> None:
         """Name rates that a schedule has left in the optimizer, and that none moves any more."""
@@ -148,7 +167,7 @@ class AskedOptions:
 
     def _warn_of_functions(self, named: list[str], budget: str | None) -> None:
         """Name other rates of functions. Those of a run of another length may be meant: a function may depend on the length."""
-        if budget is not None and budget != _text(self._runner.steps):
+        if budget is not None and budget != self._budget():
             logger.info(
                 "The function of the schedule gives another rate than in the run of the checkpoint, which had another length: %s.",
                 listed(named),
@@ -156,8 +175,8 @@ class AskedOptions:
             return
         logger.warning(
             "The function of the schedule gives another rate than in the run of the checkpoint, which contains no function: %s. The "
-            "schedule continues with that of the program. If you have changed it, ignore this; otherwise let it depend on its argument "
-            "alone.",
+            "schedule continues with that of the program. If you have changed it, or have set the rate yourself, ignore this; otherwise "
+            "let it depend on its argument alone.",
             listed(named),
         )
 

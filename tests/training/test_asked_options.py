@@ -445,6 +445,47 @@ def test_function_that_gives_another_rate_is_named(
             assert f"{after:.6g} (before {before:.6g})" in line.getMessage()
 
 
+class Counting(Small):
+    """The factor of its rate is a method that counts its calls, or one that has a table of the rest of the run alone."""
+
+    not_saved = ("rates", "begins_at")
+
+    def __init__(self, config: Any, begins_at: int | None) -> None:
+        super().__init__(config)
+        self.calls, self.begins_at = 0, begins_at
+        self.rates: list[float] = []
+        self.optimizer = sgd(self.model.parameters())
+        factor = self.factor if begins_at is None else self.factor_of_table
+        self.scheduler = schedules.LambdaLR(self.optimizer, factor)
+
+    def factor(self, _: int) -> float:
+        self.calls += 1
+        return 0.5**self.calls
+
+    def factor_of_table(self, step: int) -> float:
+        return {0: 0.5, **{at: 0.5 ** (at + 1) for at in range(self.begins_at or 0, 9)}}[step]
+
+    def train_step(self, data: Any) -> Any:
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        if self.state.train.global_step == 2:
+            self.stop()
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("begins_at", [None, 4])
+def test_comparing_a_function_changes_nothing(
+    begins_at: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path, steps=6, auto_resume=True, optim={})
+    with Counting(config, begins_at and 0) as run:
+        run.train()
+    said(caplog)
+    with Counting(config, begins_at) as resumed:
+        resumed.train()
+    assert run.rates + resumed.rates == [0.1 * 0.5**count for count in range(1, 7)]
+    assert not said(caplog)
+
+
 @pytest.mark.parametrize("name", OF_NUMPY)
 def test_numbers_of_numpy_are_saved_and_come_back(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
