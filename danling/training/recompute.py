@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -252,8 +253,9 @@ class BufferCopies:
 
     def __init__(self, runner: TorchRunner, *, with_declared: bool = False) -> None:
         self._runner = runner
-        self._with_declared = with_declared
-        self._model: object = None
+        self._declared = tuple(declared_names(runner, "saved")) if with_declared else ()
+        self._roots: list[object] = []
+        """What the buffers are of."""
         self._registries: list[dict[str, Tensor | None]] = []
         self._taken: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._live: list[Tensor] = []
@@ -261,17 +263,18 @@ class BufferCopies:
 
     def bind(self) -> None:
         """Look again which modules there are."""
-        self._model = None
+        self._roots = []
 
     def take(self) -> None:
         """Copy the buffers."""
         # Walking over all modules costs more than copying their buffers: once for a model, and again after `bind`.
-        if self._model is not self._runner.model:
-            self._model = self._runner.model
+        # A program may make a teacher in an update, or another one.
+        declared = [vars(self._runner).get(name) for name in self._declared]
+        roots = [self._runner.model, *declared]
+        if len(roots) != len(self._roots) or any(map(is_not, roots, self._roots)):
+            self._roots = roots
             modules = [self._runner.unwrapped_model, self._runner.criterion]
-            if self._with_declared:
-                names = declared_names(self._runner, "saved")
-                modules += tree_leaves([vars(self._runner).get(name) for name in names])
+            modules += tree_leaves(declared)
             self._registries = [
                 part._buffers
                 for each in modules

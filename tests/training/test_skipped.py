@@ -365,6 +365,8 @@ def test_skipped_optimizer_of_several_leaves_the_statistics_of_its_model(tmp_pat
             self.datasets = {"train": inputs}
 
         def train_step(self, data: Any) -> Any:
+            if not data.isnan().any():
+                self.teachers = copy.deepcopy(self.teachers)  # other modules than at the beginning
             for name, given in (("a", data), ("b", data.nan_to_num(0))):
                 with self.optimizing(name):
                     wanted = self.teachers["of a"](given) if name == "a" else 0.0
