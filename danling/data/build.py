@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from danling.utils.devices import pins_memory
 from danling.utils.messages import did_you_mean, name_of_code
 
+from .dataset_state import check_read_by_place
 from .loader import DataLoader, StreamLoader
 from .order import OrderedDataset
 from .packing import TokenBudget
@@ -81,6 +82,7 @@ def build_dataloader(
     is_iterable_of_batches = yields and not is_iterable
     if is_iterable_of_batches or isinstance(dataset, TorchDataLoader):
         return dataset
+    check_read_by_place(dataset, split)
     _check_settings(dataset, settings, split=split, canonical=canonical)
     # Where updates have one size at any number of processes, so have the samples.
     keyed = settings.get("keyed")

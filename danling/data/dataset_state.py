@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from danling.utils.encoding import (
     ARRAYS,
@@ -134,6 +134,38 @@ def check_savable(dataset: Any, split: str) -> None:
             f"checkpoint can contain. Received: {type(error).__name__}: {error}. Return numbers, text, tensors, arrays, and lists and "
             "mappings of them from it, or remove it. If a loader of that library calls it, put that loader into `self.dataloaders`."
         ) from error
+
+
+def check_read_by_place(dataset: object, split: str) -> None:
+    """Refuse a table or a mapping whose `[index]` is a column, or goes by labels or keys. May be called on one rank.
+
+    Raises:
+        ValueError: If the dataset, or a part of it, is one.
+    """
+    for path, leaf in _leaves(dataset, f"datasets[{split!r}]").items():
+        if isinstance(leaf, Dataset):
+            continue
+        kind: Any = type(leaf)
+        table: Any = leaf
+        if hasattr(kind, "iloc"):
+            if table.ndim == 1 and list(table.index) == list(range(len(table))):
+                continue
+            reads = "a column" if table.ndim > 1 else "looked up by label"
+            fix = (
+                "Write TensorDataset(torch.tensor(frame[inputs].to_numpy()), torch.tensor(frame[target].to_numpy())), or a Dataset that "
+                "reads `frame.iloc[index]`."
+            )
+        elif isinstance(leaf, Mapping) and not all(index in leaf for index in range(len(leaf))):
+            reads = f"looked up among its keys {list(leaf)[:5]}"
+            fix = (
+                "Write StackDataset(**entries) of torch.utils.data if each entry has a part of all samples, list(entries.values()) if it "
+                "is a sample, or assign one of the entries."
+            )
+        else:
+            continue
+        raise ValueError(
+            f"Expected {path} to have a sample at each index from 0. Received: a {kind.__name__}, of which [index] is {reads}. {fix}"
+        )
 
 
 def parts_of(dataset: Any) -> dict[str, object] | None:
