@@ -130,10 +130,12 @@ def _train_step(runner: TorchRunner, call: Callable[[Any], Any], data: object) -
 def _train_epoch(
     runner: TorchRunner, call: Callable[..., Any], split: str = "train", *args: Any, **kwargs: Any
 ) -> Any:
-    loop, data = runner._parts.loop, runner._parts.data
+    parts = runner._parts
+    loop, data = parts.loop, parts.data
     loop.check_trainable()
     data.check(split)
     data.agree_lengths()
+    parts.checks.note_stopped()
     with loop.training(whole=False):
         return loop.train_epoch_directly(
             split, functools.partial(call, split, *args, **kwargs), runner.train_splits

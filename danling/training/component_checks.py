@@ -96,6 +96,16 @@ class ComponentChecks(Observer):
                     f"does not call by itself, since it calls `{called}`. {fix}",
                 )
 
+    def note_stopped(self) -> None:
+        """Name once a loop by hand that goes on where it was asked to stop. May be called on one rank."""
+        if self._session.stop_reason == "stop":
+            self._warn(
+                "stopped",
+                "The run was asked to stop, by `stop()` or `max_time`, and `train_epoch` is called again: it trains the rest of that pass. "
+                "What the loop did in between, such as an evaluation, was done half-way through it. End the loop where `train_epoch` "
+                "returns {}.",
+            )
+
     def check_optimizer_given(self) -> None:
         """Refuse to train without an optimizer. May be called on one rank."""
         if self._runner.optimizer is None:

@@ -106,6 +106,22 @@ def test_stopped_epoch_by_hand_is_saved_and_finished_later(trained: Any, tmp_pat
         assert equal(trained, runner)
 
 
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_loop_by_hand_ends_where_it_was_stopped_or_is_told_so(
+    heeds: bool, trained: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Stopping(settings(tmp_path)) as runner:
+        while runner.train_state.epoch < 3:
+            if not runner.train_epoch() and heeds:
+                break
+            runner.evaluate()
+            runner.save_checkpoint()
+        # Accelerators apply a request one update later.
+        assert (3 < runner.train_state.global_step < 7) if heeds else equal(trained, runner)
+    said = [text for text in caplog.messages if "`train_epoch` is called again" in text]
+    assert len(said) == (0 if heeds else 1)
+
+
 def test_passes_by_hand_in_step_mode(tmp_path: Path) -> None:
     whole = done(Toy, settings(tmp_path / "a", steps=14), lambda runner: runner.train())
     with Toy(settings(tmp_path / "b", steps=14)) as runner:
