@@ -920,7 +920,7 @@ class BaseRunner(metaclass=MetaRunner):
                 session.exit_if_signalled(self.state.train.global_step, saved=saved)
 
     def boundary(self) -> bool:
-        """Return whether the loop must end because a signal came on any rank. Call it after every update, on all ranks.
+        """Return whether the loop must end: a signal came, or `stop()` was called, on any rank. Call it after every update, on all ranks.
 
         It also writes the heartbeat and collects garbage when they are due, and seeds the random streams by rank and number of updates. One
         small collective on several ranks.

@@ -214,7 +214,7 @@ class TrainingLoop:
             extension.check_training(whole=whole)
         self._driver = next((extension for extension in self.extensions if extension.drives), None)
         # The time of the run counts from here: what a program does before its training is its own.
-        session.begin(max_seconds=runner.config.max_time_seconds())
+        session.begin(max_seconds=runner.config.max_time_seconds(), whole=whole)
         session.running = True
         with ExitStack() as stack:
             # Also where the training fails before its first update.

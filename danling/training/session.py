@@ -102,6 +102,8 @@ class TrainingSession:
         """Seeds the random streams for a `step` of the program's."""
         self._requested: set[str] = set()
         self._deadline = math.inf
+        self._begun_by_hand: float | None = None
+        """When the first pass of a loop by hand began."""
         self._is_observed = self._evaluates = self._updated = False
         self._told: UpdateOutcome | None = None
         """The update of which the observers were told within the `step` that is under way."""
@@ -290,12 +292,16 @@ class TrainingSession:
 
     # One training
 
-    def begin(self, *, max_seconds: float | None = None) -> None:
-        """Begin a training: forget how an earlier one ended."""
+    def begin(self, *, max_seconds: float | None = None, whole: bool = True) -> None:
+        """Begin a training, or a pass of a loop by hand: forget how an earlier one ended."""
         self.stop_reason = self.concluded = None
         self.save_requested = False
         self.training = next(_TRAININGS)
-        self._deadline = time.monotonic() + max_seconds if max_seconds is not None else math.inf
+        now = time.monotonic()
+        # The passes of a loop by hand have one limit together.
+        begun = now if whole or self._begun_by_hand is None else self._begun_by_hand
+        self._begun_by_hand = None if whole else begun
+        self._deadline = begun + max_seconds if max_seconds is not None else math.inf
 
     def leave(self) -> None:
         """End a training: requests by time or within waits do not apply any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,43 @@ def test_a_loop_by_hand_ends_where_it_was_stopped_or_is_told_so(
         assert (3 < runner.train_state.global_step < 7) if heeds else equal(trained, runner)
     said = [text for text in caplog.messages if "`train_epoch` is called again" in text]
     assert len(said) == (0 if heeds else 1)
+
+
+def test_passes_by_hand_have_one_max_time_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: passed[0])
+    monkeypatch.setattr("danling.training.session.time", clock)
+
+    class Slow(Toy):
+        def optimizer_step(self) -> None:
+            super().optimizer_step()
+            passed[0] += 1
+
+    with Slow(settings(tmp_path, max_time=10)) as runner:
+        # A pass has seven updates.
+        assert runner.train_epoch() and not runner.train_epoch()
+        assert 10 <= runner.train_state.global_step <= 11
+        runner.config.max_time = None
+        runner.train()
+        assert runner.train_state.epoch == 3
+
+
+def test_a_loop_around_updates_asks_the_boundary_whether_it_was_stopped(tmp_path: Path) -> None:
+    def updates(runner: Toy, asks: bool) -> None:
+        for index, batch in enumerate(list(runner.dataloaders["train"]), 1):
+            runner.train_step(batch)
+            if index % runner.accum_steps == 0:
+                runner.step()
+                if asks and runner.boundary():
+                    break
+
+    whole = done(Toy, settings(tmp_path / "a"), lambda runner: updates(runner, False))
+    asked = done(Toy, settings(tmp_path / "b"), lambda runner: updates(runner, True))
+    assert equal(whole, asked)
+    stopped = done(Stopping, settings(tmp_path / "c"), lambda runner: updates(runner, True))
+    assert 3 < stopped.train_state.global_step <= 5 < whole.train_state.global_step
 
 
 def test_passes_by_hand_in_step_mode(tmp_path: Path) -> None:
