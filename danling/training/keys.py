@@ -130,7 +130,11 @@ class RandomKeys:
         """
         runner, train = self._runner, self._runner.state.train
         attempted = train.global_step + train.skipped_updates
-        key = mix_seed(_base(runner.seed, name), attempted, *runner.placement.update_place)
+        place = runner.placement.update_place
+        if self._session.in_step:
+            # The update of one of several optimizers, whose noise is not that of the others.
+            place = (self._phase, *place)
+        key = mix_seed(_base(runner.seed, name), attempted, *place)
         torch.default_generator.manual_seed(key)
         if runner.device.type != "cpu":
             seed_device(key, runner.device)

@@ -79,3 +79,40 @@ def test_ranks_add_the_same_noise(tmp_path: Path, by_hand: bool) -> None:
         assert torch.equal(ours, theirs)
     for ours, right in zip(weights, model.parameters(), strict=True):
         assert torch.allclose(ours, right, rtol=0, atol=1e-12)
+
+
+class Several(Noisy):
+    """Two optimizers, one for each layer."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.model = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1)).double()
+        self.optimizer = {
+            name: torch.optim.SGD(layer.parameters(), lr=0.1)
+            for name, layer in zip("ab", self.model)
+        }
+
+    def train_step(self, data: tuple[Tensor, Tensor]) -> Any:
+        for name in "ab":
+            with self.optimizing(name):
+                self.backward(nn.functional.mse_loss(self.model(data[0]), data[1]))
+        return None, None
+
+    def step(self) -> dl.training.UpdateOutcome:
+        return super(Noisy, self).step()
+
+    def add_noise(self) -> None:
+        self.drawn.append(torch.randn(4))
+
+
+def draws_of_several(config: Mapping[str, Any]) -> list[Tensor]:
+    with Several(config) as runner:
+        runner.train()
+        return runner.drawn
+
+
+def test_each_of_several_optimizers_has_noise_of_its_own(tmp_path: Path) -> None:
+    config = settings(tmp_path, steps=3, dataloader={"batch_size": 2}, optim={})
+    drawn, others = run_processes(draws_of_several, config, world_size=2)
+    assert len(drawn) == len({float(each[0]) for each in drawn}) == 6
+    assert all(map(torch.equal, drawn, others))
