@@ -74,6 +74,7 @@ class CollectiveCalls:
         self._open: list[str] = []
         self._counts: Counter[str] = Counter()
         self._has_loop = self._has_ended = False
+        self._refusal = ""
         self._store.set(f"{self._prefix}/process/{rank}", f"{process_space()}:{os.getpid()}")
         self._note("")
 
@@ -89,7 +90,10 @@ class CollectiveCalls:
 
         Raises:
             CollectiveCallError: If other ranks do not make it, or a collective in it fails while they are in another call.
+            ValueError: If it is made in what `refusing` encloses.
         """
+        if self._refusal:
+            raise ValueError(f"Expected {name}() {self._refusal}")
         is_part = bool(self._open) and FAMILIES[self._open[-1]] == FAMILIES[name]
         if is_part or self._has_ended:
             yield
@@ -108,6 +112,19 @@ class CollectiveCalls:
         finally:
             self._open.pop()
             self._note(after)
+
+    @contextmanager
+    def refusing(self, refusal: str) -> Iterator[None]:
+        """Refuse calls of all ranks inside, which not all ranks run: waiting for the others would end at the time limit of a collective.
+
+        Args:
+            refusal: The rest of the error, after "Expected the call()".
+        """
+        self._refusal = refusal
+        try:
+            yield
+        finally:
+            self._refusal = ""
 
     def note_loop(self) -> None:
         """Note that this rank trains by a loop of the user's, once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -594,9 +594,24 @@ class ParallelRunner(TorchRunner):
         return pred, loss
 
     def _run_train_step(self, step: Callable[[Any], Any], data: Any) -> Any:
-        pipeline, window, weight = self.pipeline, self.window, self.window.current
+        pipeline = self.pipeline
         if pipeline is None:
             return step(data)
+        with self._stages_run("train_step"):
+            return self._train_in_pipeline(pipeline, step, data)
+
+    def _stages_run(self, name: str) -> AbstractContextManager[None]:
+        """Return the context in which the schedule runs a step of the user's, on the first stage and on the last one only."""
+        calls = self._parts.calls
+        if calls is None:
+            return nullcontext()
+        return calls.refusing(
+            f"to be called by all ranks. Received: a call in {name}, which a pipeline runs on its first stage and its last one. Call it "
+            "between two updates, such as in on_pass_start or in a loop around train_steps."
+        )
+
+    def _train_in_pipeline(self, pipeline: Pipeline, step: Callable[[Any], Any], data: Any) -> Any:
+        window, weight = self.window, self.window.current
         pipeline.open(self._inputs(step, data))
         window.expect_no_loss()  # the loss comes with the last stage
         shares = self._shares(data) if self.stage_plan.has_last else []
@@ -645,13 +660,14 @@ class ParallelRunner(TorchRunner):
     def _run_evaluate_step(self, step: Callable[[Any], Any], data: Any) -> Any:
         if self.pipeline is None or not is_overridden(self, "evaluate_step"):
             return step(data)
-        self.pipeline.open(self._inputs(step, data, whole=True))
-        with self.forward_context() or nullcontext():
-            output = self.pipeline.evaluate()
-        if not self.stage_plan.has_last:
-            return None, None
-        self.pipeline.seed_step(0, opened=True)
-        return self.model.output_is(step, data, output)
+        with self._stages_run("evaluate_step"):
+            self.pipeline.open(self._inputs(step, data, whole=True))
+            with self.forward_context() or nullcontext():
+                output = self.pipeline.evaluate()
+            if not self.stage_plan.has_last:
+                return None, None
+            self.pipeline.seed_step(0, opened=True)
+            return self.model.output_is(step, data, output)
 
     def _inputs(self, step: Callable[[Any], Any], data: Any, *, whole: bool = False) -> Any:
         """Return what a step calls the model with on the first stage, found for each pipeline micro-batch, or the error that it raises."""

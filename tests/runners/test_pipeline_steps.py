@@ -232,6 +232,21 @@ class Uncalled(OwnSteps):
         return None
 
 
+class Evaluating(OwnSteps):
+    def train_step(self, data: Any) -> Any:
+        self.evaluate("val")
+        return super().train_step(data)
+
+
+class Saving(OwnSteps):
+    """Saves on the last stage alone: the first one leaves the step at the call of the model."""
+
+    def train_step(self, data: Any) -> Any:
+        returned = super().train_step(data)
+        self.save_checkpoint()
+        return returned
+
+
 def train_wrong(config: Mapping[str, Any], kind: type[OwnSteps]) -> None:
     with kind(config) as runner:
         runner.train()
@@ -251,6 +266,8 @@ def train_wrong(config: Mapping[str, Any], kind: type[OwnSteps]) -> None:
             Uncalled,
             "Expected a step that calls self.model in a pipeline. Received: one that returned without",
         ),
+        (Evaluating, r"Expected evaluate\(\) to be called by all ranks.*in train_step.*Call it"),
+        (Saving, r"Expected save_checkpoint\(\) to be called by all ranks.*in train_step"),
     ],
 )
 def test_step_impossible_in_a_pipeline_is_refused_with_the_rewrite(
@@ -261,7 +278,7 @@ def test_step_impossible_in_a_pipeline_is_refused_with_the_rewrite(
     errors = [str(outcome.error) for outcome in outcomes]
     pattern = re.compile(message)
     assert any(pattern.search(error) for error in errors), errors
-    if kind in (Reshaped, Uncalled):
+    if kind in (Reshaped, Uncalled, Evaluating):
         assert all(pattern.search(error) for error in errors), (
             "found on the first stage, and told to all"
         )
