@@ -1115,13 +1115,15 @@ class TorchRunner(BaseRunner):
         if self.ema is not None and "ema" not in payload:
             # The averages began from the weights before the restore: they begin again from the restored ones.
             self.ema.reset()
+        begins = {"optimizer", "optimizer.param_groups"} & excluded
+        if self.optimizer is not None and begins and "scheduler" in payload:
+            # The rates are the program's, where the schedule is.
+            put_rates_of(self.scheduler)
+            adopt_options(self.optimizer, self.scheduler, options, lambda name: name == "lr")
         if self.optimizer is not None and "optimizer" in payload:
             allows = self.run_state.excluded.allows_setting
             if self.scheduler is not None:
                 put_beginning_of_schedule(self.optimizer, self.scheduler, options, excluded)
-            if "optimizer.param_groups" in excluded and "scheduler" in payload:
-                put_rates_of(self.scheduler)
-                adopt_options(self.optimizer, self.scheduler, options, lambda name: name == "lr")
             adopt_options(
                 self.optimizer,
                 self.scheduler,

@@ -486,6 +486,32 @@ def test_comparing_a_function_changes_nothing(
     assert not said(caplog)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(schedules.LambdaLR, lr_lambda=lambda step: 0.9**step),
+        partial(schedules.ExponentialLR, gamma=0.9),
+        partial(schedules.CosineAnnealingLR, T_max=8),
+    ],
+)
+def test_new_optimizer_begins_where_the_schedule_is(make: Make, tmp_path: Path) -> None:
+    train(tmp_path / "first", 3, make)
+    config = settings(tmp_path / "second", steps=5, optim={})
+    config["resume"] = str(tmp_path / "first/checkpoints/latest.pth")
+    config["checkpoint"] = {"exclude_from_loading": ["optimizer"]}
+    optimizer = Adam([torch.zeros(1, requires_grad=True)], lr=0.2)
+    schedule = make(optimizer)
+    rates = []
+    for _ in range(5):
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    with Run(config, partial(Adam, lr=0.2), make, None) as run:
+        assert run.optimizer.param_groups[0]["lr"] == pytest.approx(rates[2])
+        run.train()
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(rates[4])
+
+
 @pytest.mark.parametrize("name", OF_NUMPY)
 def test_numbers_of_numpy_are_saved_and_come_back(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
