@@ -147,7 +147,7 @@ def check_read_by_place(dataset: object, split: str) -> None:
             continue
         kind: Any = type(leaf)
         table: Any = leaf
-        if hasattr(kind, "iloc"):
+        if hasattr(kind, "iloc") and hasattr(kind, "ndim"):
             if table.ndim == 1 and list(table.index) == list(range(len(table))):
                 continue
             reads = "a column" if table.ndim > 1 else "looked up by label"
@@ -155,7 +155,7 @@ def check_read_by_place(dataset: object, split: str) -> None:
                 "Write TensorDataset(torch.tensor(frame[inputs].to_numpy()), torch.tensor(frame[target].to_numpy())), or a Dataset that "
                 "reads `frame.iloc[index]`."
             )
-        elif isinstance(leaf, Mapping) and not all(index in leaf for index in range(len(leaf))):
+        elif isinstance(leaf, Mapping) and not _has_places(leaf):
             reads = f"looked up among its keys {list(leaf)[:5]}"
             fix = (
                 "Write StackDataset(**entries) of torch.utils.data if each entry has a part of all samples, list(entries.values()) if it "
@@ -166,6 +166,18 @@ def check_read_by_place(dataset: object, split: str) -> None:
         raise ValueError(
             f"Expected {path} to have a sample at each index from 0. Received: a {kind.__name__}, of which [index] is {reads}. {fix}"
         )
+
+
+def _has_places(mapping: Mapping[Any, object]) -> bool:
+    """Whether a mapping has something at each index from 0."""
+    if isinstance(mapping, dict):
+        return all(index in mapping for index in range(len(mapping)))
+    # A table of columns may also have rows, such as a TensorDict, which answers no `in`.
+    try:
+        mapping[0]
+    except (KeyError, TypeError):
+        return False
+    return True
 
 
 def parts_of(dataset: Any) -> dict[str, object] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -39,6 +40,27 @@ NOT_BY_PLACE = [
 ]
 
 
+class Columns(Mapping[Any, Any]):
+    """Columns by name and rows by index, as a TensorDict has them, which answers no `in` either."""
+
+    def __init__(self, columns: dict[str, torch.Tensor]) -> None:
+        self.columns = columns
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int):
+            return {name: column[key] for name, column in self.columns.items()}
+        return self.columns[key]
+
+    def __contains__(self, key: object) -> bool:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+
 @pytest.mark.parametrize(("dataset", "said"), NOT_BY_PLACE, ids=["frame", "part", "series", "dict"])
 def test_a_table_or_mapping_is_refused_with_what_to_write(dataset: object, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -57,6 +79,7 @@ def test_what_the_errors_of_tables_and_mappings_say_to_write_trains() -> None:
         rows,
         TensorDataset(*tensors),
         stacked,
+        Columns(columns),
         pandas.Series(rows),
         dict(enumerate(rows)),
     ):
