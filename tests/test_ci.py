@@ -22,10 +22,10 @@ esac
 STACKS = """\
 Thread 0x00007f6793fff6c0 (most recent call first):
   File "/usr/lib/python3.11/socket.py", line 294 in accept
-  File "/work/danling/a.py", line 12 in wait
+  File "/home/user/danling/a.py", line 12 in wait
 
 Current thread 0x00007f688d28ab80 (most recent call first):
-  File "/work/danling/b.py", line 9 in train
+  File "/home/user/danling/b.py", line 9 in train
 Timeout
 """
 
