@@ -82,7 +82,9 @@ def build_dataloader(
     is_iterable_of_batches = yields and not is_iterable
     if is_iterable_of_batches or isinstance(dataset, TorchDataLoader):
         return dataset
-    check_read_by_place(dataset, split)
+    # A sampler may give labels or keys.
+    by_place = settings.get("sampler") is None and settings.get("batch_sampler") is None
+    check_read_by_place(dataset, split, by_place=by_place)
     _check_settings(dataset, settings, split=split, canonical=canonical)
     # Where updates have one size at any number of processes, so have the samples.
     keyed = settings.get("keyed")

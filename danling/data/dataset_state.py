@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -136,47 +137,63 @@ def check_savable(dataset: Any, split: str) -> None:
         ) from error
 
 
-def check_read_by_place(dataset: object, split: str) -> None:
+def check_read_by_place(dataset: object, split: str, *, by_place: bool = True) -> None:
     """Refuse a table or a mapping whose `[index]` is a column, or goes by labels or keys. May be called on one rank.
+
+    Args:
+        dataset: The dataset.
+        split: Name of the split, for messages.
+        by_place: Whether it is read by indices from 0. If not, labels and keys are meant.
 
     Raises:
         ValueError: If the dataset, or a part of it, is one.
     """
-    for path, leaf in _leaves(dataset, f"datasets[{split!r}]").items():
-        if isinstance(leaf, Dataset):
-            continue
-        kind: Any = type(leaf)
-        table: Any = leaf
-        if hasattr(kind, "iloc") and hasattr(kind, "ndim"):
-            if table.ndim == 1 and list(table.index) == list(range(len(table))):
-                continue
-            reads = "a column" if table.ndim > 1 else "looked up by label"
-            fix = (
-                "Write TensorDataset(torch.tensor(frame[inputs].to_numpy()), torch.tensor(frame[target].to_numpy())), or a Dataset that "
-                "reads `frame.iloc[index]`."
-            )
-        elif isinstance(leaf, Mapping) and not _has_places(leaf):
-            reads = f"looked up among its keys {list(leaf)[:5]}"
-            fix = (
-                "Write StackDataset(**entries) of torch.utils.data if each entry has a part of all samples, list(entries.values()) if it "
-                "is a sample, or assign one of the entries."
-            )
-        else:
-            continue
-        raise ValueError(
-            f"Expected {path} to have a sample at each index from 0. Received: a {kind.__name__}, of which [index] is {reads}. {fix}"
+    _check_part(dataset, f"datasets[{split!r}]", by_place=by_place)
+
+
+def _check_part(dataset: object, path: str, *, by_place: bool) -> None:
+    parts = parts_of(dataset)
+    for way, part in (parts or {}).items():
+        # The indices of a Subset may be labels or keys.
+        _check_part(part, f"{path}{way}", by_place=type(dataset) is not Subset)
+    if parts is not None or isinstance(dataset, Dataset):
+        return
+    kind: Any = type(dataset)
+    table: Any = dataset
+    if hasattr(kind, "iloc") and hasattr(kind, "ndim"):
+        if table.ndim == 1 and (not by_place or list(table.index) == list(range(len(table)))):
+            return
+        reads = "a column" if table.ndim > 1 else "looked up by label"
+        fix = (
+            "Write TensorDataset(torch.tensor(frame[inputs].to_numpy()), torch.tensor(frame[target].to_numpy())), or a Dataset that "
+            "reads `frame.iloc[index]`."
         )
+    elif isinstance(dataset, Mapping) and by_place and not _has_places(dataset):
+        reads = f"looked up among its keys {list(dataset)[:5]}"
+        fix = (
+            "Write StackDataset(**entries) of torch.utils.data if each entry has a part of all samples, list(entries.values()) if it "
+            "is a sample, or assign one of the entries."
+        )
+    else:
+        return
+    raise ValueError(
+        f"Expected {path} to have a sample at each index from 0. Received: a {kind.__name__}, of which [index] is {reads}. {fix}"
+    )
 
 
 def _has_places(mapping: Mapping[Any, object]) -> bool:
     """Whether a mapping has something at each index from 0."""
-    if isinstance(mapping, dict):
+    kind = type(mapping)
+    looks_up = getattr(kind, "__missing__", None) in (None, defaultdict.__missing__)
+    if isinstance(mapping, dict) and kind.__getitem__ is dict.__getitem__ and looks_up:
         return all(index in mapping for index in range(len(mapping)))
-    # A table of columns may also have rows, such as a TensorDict, which answers no `in`.
+    # A table of columns may also have rows, such as a TensorDict, which answers no `in`; a cache makes what it does not have.
     try:
         mapping[0]
     except (KeyError, TypeError):
         return False
+    except Exception:
+        return True  # its own error, which names the sample where it is read
     return True
 
 

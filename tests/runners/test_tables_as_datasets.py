@@ -18,8 +18,8 @@ pandas = pytest.importorskip("pandas")
 
 
 class Toy(dl.Runner):
-    def __init__(self, dataset: Any) -> None:
-        loader = {"batch_size": 4, "shuffle": False}
+    def __init__(self, dataset: Any, **order: Any) -> None:
+        loader = {"batch_size": 4, **(order or {"shuffle": False})}
         super().__init__({"epochs": 1, "seed": 1, "log": False, "dataloader": loader})
         torch.manual_seed(0)
         self.model = nn.Linear(4, 2)
@@ -88,3 +88,53 @@ def test_what_the_errors_of_tables_and_mappings_say_to_write_trains() -> None:
             model: Any = runner.unwrapped_model
             found.append(model.weight.detach().clone())
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+class Cache(dict[int, Any]):
+    """A mapping that makes each sample when it is read first."""
+
+    def __missing__(self, index: int) -> Any:
+        self[index] = torch.eye(4)[index % 4], torch.tensor(index % 2)
+        return self[index]
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Rows(dict[str, torch.Tensor]):
+    """A dictionary of columns that reads rows by index."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int):
+            return tuple(column[key] for column in self.values())
+        return super().__getitem__(key)
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_a_mapping_read_by_keys_of_the_program_or_in_its_own_way_trains_as_a_list_does() -> None:
+    rows = [(torch.eye(4)[index % 4], torch.tensor(index % 2)) for index in range(8)]
+    keyed: Any = {f"sample {index}": row for index, row in enumerate(rows)}
+    labels = list(range(7, -1, -1))
+    columns = Rows(x=torch.stack([row[0] for row in rows]), y=torch.stack([row[1] for row in rows]))
+    programs: list[tuple[Any, dict[str, Any]]] = [
+        (rows, {}),
+        (Subset(keyed, list(keyed)), {}),
+        (Subset(pandas.Series(rows[::-1], index=labels), range(8)), {}),
+        (keyed, {"sampler": list(keyed)}),
+        (Cache(), {}),
+        (columns, {}),
+    ]
+    found = []
+    for dataset, order in programs:
+        with Toy(dataset, **order) as runner:
+            runner.train()
+            model: Any = runner.unwrapped_model
+            found.append(model.weight.detach().clone())
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_a_frame_is_refused_with_a_sampler_too() -> None:
+    with pytest.raises(ValueError, match="of which \\[index\\] is a column"):
+        Toy(FRAME, sampler=range(4))
