@@ -52,6 +52,19 @@ def test_an_override_is_called_or_named_once(
     assert all(f"`{verb}` of Own" in text for text in said)
 
 
+@pytest.mark.parametrize("unit", ["epochs", "steps"])
+def test_overrides_of_a_class_that_serves_both_units_are_not_named(
+    unit: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    verbs = ("evaluate_epoch", "evaluate_steps", "train_epoch", "train_steps")
+    kind: Any = type("Both", (Counting,), {verb: counted(verb) for verb in verbs})
+    config = {unit: 2, "dir": str(tmp_path), "dataloader": {"batch_size": 2}}
+    with kind({**config, "optim": {"type": "sgd", "lr": 0.1}}) as runner:
+        runner.train()
+        assert runner.calls
+    assert "does not call by itself" not in caplog.text
+
+
 def test_without_splits_to_evaluate_no_evaluation_is_missed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
