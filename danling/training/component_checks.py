@@ -101,7 +101,7 @@ class ComponentChecks(Observer):
                 self._warn(
                     f"not called: {own}",
                     f"Expected overrides of methods that a training by {unit} calls. Received: {names} of {type(run).__name__}, which it "
-                    f"does not call by itself, since it calls `{verb}`. {fix}",
+                    f"does not call by itself, since it calls `{verb}`. {fix} If your program calls it, ignore this.",
                 )
 
     def note_stopped(self) -> None:
